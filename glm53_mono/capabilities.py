@@ -1,0 +1,46 @@
+"""What the plugin cannot do yet, each with the sentence that refuses it. Whoever builds one deletes its row."""
+
+from __future__ import annotations
+
+from glm53_mono import __version__
+from glm53_mono.refusals import Refusal
+
+NOT_YET_BUILT: tuple[Refusal, ...] = (
+    Refusal(
+        "decode steps",
+        lambda s: True,
+        f"glm53_mono {__version__} has no kernel for decode steps: serve without --enable-amd-monokernel",
+    ),
+    Refusal(
+        "verify steps",
+        lambda s: s.arguments.speculative_algorithm is not None,
+        f"glm53_mono {__version__} has no kernel for verify steps: serve without --speculative-algorithm",
+    ),
+    Refusal(
+        "tensor parallelism",
+        lambda s: s.arguments.tp_size > 1 and s.arguments.tp_size,
+        f"glm53_mono {__version__} has no reduction between ranks: serve with --tp-size 1 instead of {{found}}",
+    ),
+    Refusal(
+        "FP8 weights",
+        lambda s: s.quantization == "fp8",
+        f"glm53_mono {__version__} does not read FP8 weights: serve a bf16 checkpoint",
+    ),
+    Refusal(
+        "MXFP4 weights",
+        lambda s: s.quantization == "quark",
+        f"glm53_mono {__version__} does not read Quark MXFP4 weights: serve a bf16 checkpoint",
+    ),
+    Refusal(
+        "AITER weight layout",
+        lambda s: s.environment.aiter and s.arguments.moe_runner_backend in ("auto", "aiter"),
+        f"glm53_mono {__version__} does not read expert weights that AITER has shuffled: set "
+        "--moe-runner-backend triton",
+    ),
+    Refusal(
+        "auxiliary hidden states",
+        lambda s: s.arguments.enable_return_aux_hidden_states,
+        f"glm53_mono {__version__} does not return hidden states of inner layers: serve without "
+        "--enable-return-aux-hidden-states",
+    ),
+)

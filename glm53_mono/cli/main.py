@@ -1,0 +1,85 @@
+"""The `glm53-mono` command. A sub-command's module is imported when it is asked for, so none can break another."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+
+@dataclass(frozen=True)
+class SubCommand:
+    """Where a sub-command's function lives."""
+
+    module: str
+    function: str
+
+
+COMMANDS = {
+    "doctor": SubCommand("glm53_mono.cli.doctor", "doctor"),
+    "demo": SubCommand("glm53_mono.cli.demo", "demo"),
+    "checkpoint": SubCommand("glm53_mono.cli.checkpoint", "checkpoint"),
+}
+"""Every sub-command, in the order of the help page."""
+
+
+class LazyGroup(TyperGroup):
+    """A command group that imports a sub-command's module only to run it or to describe it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names on the help page."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name, None where there is none; a broken module gives a command that says so."""
+        if cmd_name not in COMMANDS:
+            return None
+        place = COMMANDS[cmd_name]
+        try:
+            function = getattr(importlib.import_module(place.module), place.function)
+        except Exception as error:  # whatever a broken torch or SGLang raises on import, the other commands must run
+            return _unavailable(cmd_name, f"{place.module} does not import: {type(error).__name__}: {error}")
+        return _command(cmd_name, function)
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from glm53_mono import __version__
+
+        typer.echo(f"glm53-mono {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """GLM-5.3-Flash decode and verify steps as one persistent kernel: an SGLang plugin."""
+
+
+def _command(name: str, function: Callable[..., Any], **settings: Any) -> Any:
+    """A function as a command of its own."""
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name, **settings)(function)
+    return typer.main.get_command(single)
+
+
+def _unavailable(name: str, reason: str) -> Any:
+    """A command that takes any arguments, says why it cannot run, and exits with status 1."""
+
+    def report() -> None:
+        print(f"glm53-mono {name}: {reason}", file=sys.stderr)
+        raise typer.Exit(1)
+
+    lenient = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return _command(name, report, context_settings=lenient, help=f"Unavailable: {reason}")
