@@ -1,0 +1,303 @@
+"""The readers of `glm53_mono.upstream` on SGLang's own model, pools and backends: what they return and refuse."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracle.sglang_cpu import context
+
+context.prepare_environment()
+
+from glm53_mono.cli.checkpoint import checkpoint_tensors
+from glm53_mono.cli.checkpoint_config import checkpoint_geometry
+from glm53_mono.upstream.hooks import SeenStep, watch_steps
+from glm53_mono.upstream.model import (
+    DenseWeights,
+    DsaWeights,
+    ExpertWeights,
+    KdaWeights,
+    embedding_shard,
+    final_norm,
+    hands_out_hidden_states,
+    model_layers,
+    tensor_parallel_rank,
+)
+from glm53_mono.upstream.pools import compress_ring, index_pool, kda_layer_cache, latent_pool
+from glm53_mono.upstream.step import PAGE_TABLE_TOKENS, Backends, StepBindings, attention_backends, step_inputs
+from glm53_mono.upstream.tensors import UpstreamError
+from tests.oracle.sglang_cpu import batches
+from tests.oracle.sglang_cpu.batches import Batch, Request
+from tests.oracle.sglang_cpu.forward import SglangModel, serving
+from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
+
+DRAFT_TOKENS = 4
+CONFIG = small_config(ONE_OF_EACH)
+GEOMETRY = checkpoint_geometry(CONFIG)
+KDA, DSA, LAST_KDA = range(3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    return dict(checkpoint_tensors(CONFIG, request.config.option.seed))
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: dict[str, torch.Tensor]) -> Iterator[SglangModel]:
+    with serving(CONFIG, checkpoint.items(), requests=3, max_context=512, pages=6, draft_tokens=DRAFT_TOKENS) as model:
+        yield model
+
+
+def two_requests() -> tuple[Request, Request]:
+    """Rows, slots and pages in different orders, and lengths on either side of a page's end."""
+    return Request(2, 3, (4, 2), list(range(5, 275))), Request(1, 1, (5,), list(range(5, 35)))
+
+
+def bind(served: SglangModel, batch: Batch, change: Callable[[Any, Backends], None] | None = None) -> StepBindings:
+    """What a step's forward would read, after `change` has spoilt something."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    batches.enter_tables(served.runner, batch)
+    forward = batches.forward_batch(served.runner, batch)
+    served.backend.init_forward_metadata(forward)
+    with forward_context(ForwardContext(attn_backend=served.backend)):
+        backends = attention_backends()
+        if change is not None:
+            change(forward, backends)
+        return step_inputs(forward, backends)
+
+
+@pytest.fixture
+def backends(served: SglangModel) -> Backends:
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    with forward_context(ForwardContext(attn_backend=served.backend)):
+        return attention_backends()
+
+
+def decode() -> Batch:
+    return Batch.of("decode", two_requests(), [[7], [8]])
+
+
+def verify() -> Batch:
+    return Batch.of("verify", two_requests(), [[7, 8, 9, 10], [11, 12, 13, 14]])
+
+
+@pytest.mark.parametrize(("batch", "mode"), [(decode(), "decode"), (verify(), "target_verify")])
+def test_a_step_is_bound(served: SglangModel, batch: Batch, mode: str) -> None:
+    step = bind(served, batch)
+    assert (step.mode, step.requests, step.tokens_per_request) == (mode, 2, batch.tokens_per_request)
+    assert step.rows == len(batch.flat_ids)
+    for bound, expected in (
+        (step.input_ids, batch.flat_ids),
+        (step.positions, batch.positions),
+        (step.request_rows, batch.rows),
+        (step.seq_lens, batch.seq_lens),
+        (step.out_cache_loc, batch.out_cache_loc),
+        (step.state_slots, batch.slots.to(torch.int32)),
+    ):
+        assert torch.equal(bound, expected)
+    # A token's slot follows from the row's page table alone.
+    page = step.page_table[torch.arange(step.rows), step.positions // PAGE_TABLE_TOKENS]
+    assert torch.equal(page * PAGE_TABLE_TOKENS + step.positions % PAGE_TABLE_TOKENS, step.out_cache_loc)
+    assert step.track_slots is None and step.track_mask is None
+    if mode == "decode":
+        assert step.scratch_rows is None
+    else:
+        assert step.scratch_rows[:2].tolist() == [0, 1]
+
+
+def spoil_dtype(forward: Any, backends: Backends) -> None:
+    forward.seq_lens = forward.seq_lens.to(torch.int32)
+
+
+def spoil_shape(forward: Any, backends: Backends) -> None:
+    forward.out_cache_loc = forward.out_cache_loc[:1]
+
+
+def spoil_stride(forward: Any, backends: Backends) -> None:
+    forward.positions = torch.zeros(2 * len(forward.positions), dtype=torch.int64)[::2]
+
+
+def spoil_mode(forward: Any, backends: Backends) -> None:
+    forward.forward_mode = type(forward.forward_mode).EXTEND
+
+
+def spoil_rows(forward: Any, backends: Backends) -> None:
+    forward.input_ids = forward.input_ids.repeat(3)
+
+
+def spoil_page_table(forward: Any, backends: Backends) -> None:
+    backends.sparse.forward_metadata = SimpleNamespace(real_page_table=None)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (spoil_dtype, "forward_batch.seq_lens is torch.int32, not torch.int64"),
+        (spoil_shape, "forward_batch.out_cache_loc has shape [1], not [2]"),
+        (spoil_stride, "forward_batch.positions has strides [2], not [1]"),
+        (spoil_mode, "not DECODE or TARGET_VERIFY"),
+        (spoil_rows, "forward_batch has 6 rows for 2 requests in a decode step"),
+        (spoil_page_table, "DSAMetadata.real_page_table is None, not a tensor"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_refused(served: SglangModel, spoil: Callable, says: str) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        bind(served, decode(), spoil)
+    assert says in str(caught.value)
+
+
+def test_a_commit_that_leaves_the_state_behind_is_refused(served: SglangModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.backend.linear_attn_backend, "accept_lens_pool", torch.ones(4))
+    with pytest.raises(UpstreamError, match="accept_lens_pool is set"):
+        bind(served, verify())
+
+
+def test_caches_are_the_servers_own(served: SglangModel, backends: Backends) -> None:
+    own = served.caches
+    for ordinal, layer in enumerate((KDA, LAST_KDA)):
+        cache = kda_layer_cache(backends, layer, GEOMETRY)
+        assert cache.conv.data_ptr() == own.conv[ordinal].data_ptr()
+        assert cache.temporal.data_ptr() == own.temporal[ordinal].data_ptr()
+        assert cache.intermediate_ssm.data_ptr() == own.intermediate_ssm[ordinal].data_ptr()
+        assert cache.intermediate_conv.data_ptr() == own.intermediate_conv[ordinal].data_ptr()
+        assert cache.intermediate_ssm.shape[1] == DRAFT_TOKENS
+    assert latent_pool(backends, DSA, GEOMETRY).data_ptr() == own.latent[0].data_ptr()
+    assert index_pool(backends, DSA, GEOMETRY).data_ptr() == own.index[0].data_ptr()
+    ring = compress_ring(backends, DSA, GEOMETRY)
+    assert (ring.keys.data_ptr(), ring.scores.data_ptr()) == (own.ring_key[0].data_ptr(), own.ring_gate[0].data_ptr())
+    assert ring.keys.shape[1] == GEOMETRY.pool + DRAFT_TOKENS
+
+
+def test_caches_of_another_layout_are_refused(backends: Backends) -> None:
+    with pytest.raises(UpstreamError, match=r"conv state of layer 0 has shape"):
+        kda_layer_cache(backends, KDA, replace(GEOMETRY, kda_heads=GEOMETRY.kda_heads + 1))
+    with pytest.raises(UpstreamError, match=r"latent cache of layer 1 has shape"):
+        latent_pool(backends, DSA, replace(GEOMETRY, latent=GEOMETRY.latent + 128))
+    with pytest.raises(UpstreamError, match=r"DSATokenToKVPool.page_size is 256, not 128"):
+        latent_pool(backends, DSA, replace(GEOMETRY, page_tokens=128))
+    with pytest.raises(UpstreamError, match=r"index keys of layer 1 has shape"):
+        index_pool(backends, DSA, replace(GEOMETRY, page_tokens=512))
+    with pytest.raises(UpstreamError, match=r"layer 0 is not among the DSA layers \[1\]"):
+        compress_ring(backends, KDA, GEOMETRY)
+
+
+def test_the_newer_sglang_hands_out_the_state_itself(backends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = kda_layer_cache(backends, LAST_KDA, GEOMETRY)
+
+    def state_layer_cache(layer_id: int) -> Any:
+        state = backends.request_pool.mamba2_layer_cache(layer_id)
+        return SimpleNamespace(conv=[state.conv[0].clone()], temporal=state.temporal)
+
+    monkeypatch.setattr(backends.linear, "state_layer_cache", state_layer_cache, raising=False)
+    newer = kda_layer_cache(backends, LAST_KDA, GEOMETRY)
+    assert newer.temporal.data_ptr() == older.temporal.data_ptr()
+    assert newer.conv.data_ptr() != older.conv.data_ptr()
+    assert newer.intermediate_ssm is None and newer.intermediate_conv is None
+
+
+def test_weights_are_the_checkpoints(served: SglangModel, checkpoint: dict[str, torch.Tensor]) -> None:
+    def loaded(name: str) -> torch.Tensor:
+        return checkpoint[f"model.language_model.{name}"]
+
+    layers = model_layers(served.model, GEOMETRY)
+    kinds = [(type(layer.attention), type(layer.ffn)) for layer in layers]
+    assert kinds == [(KdaWeights, DenseWeights), (DsaWeights, ExpertWeights), (KdaWeights, ExpertWeights)]
+
+    kda, width = layers[KDA].attention, GEOMETRY.kda_width
+    part = "layers.0.self_attn."
+    for row, name in enumerate(("q", "k", "v")):
+        assert torch.equal(kda.qkv[row * width : (row + 1) * width], loaded(f"{part}{name}_proj.weight"))
+        conv = loaded(f"{part}{name}_conv1d.weight").squeeze(1).float()
+        assert torch.equal(kda.conv[row * width : (row + 1) * width], conv)
+    for own, name in (
+        (kda.beta, "b_proj"),
+        (kda.forget_down, "f_a_proj"),
+        (kda.gate_down, "g_a_proj"),
+        (kda.forget_up, "f_b_proj"),
+        (kda.gate_up, "g_b_proj"),
+        (kda.out, "o_proj"),
+        (kda.norm, "o_norm"),
+    ):
+        assert torch.equal(own, loaded(f"{part}{name}.weight")), name
+    assert torch.equal(kda.a_log, loaded(f"{part}A_log").flatten())
+    assert torch.equal(layers[KDA].ffn_mix.fn, loaded("layers.0.hc_ffn_fn").float())
+    assert torch.equal(layers[KDA].attention_mix.base, loaded("layers.0.hc_attn_base"))
+
+    dsa, part = layers[DSA].attention, "layers.1.self_attn."
+    absorbed = loaded(f"{part}kv_b_proj.weight").unflatten(0, (GEOMETRY.mla_heads, -1))
+    assert torch.equal(dsa.absorb_key, absorbed[:, : GEOMETRY.qk_head_dim])
+    assert torch.equal(dsa.absorb_value.transpose(1, 2), absorbed[:, GEOMETRY.qk_head_dim :])
+    assert torch.equal(dsa.down[: GEOMETRY.q_rank], loaded(f"{part}q_a_proj.weight"))
+    assert torch.equal(dsa.down[GEOMETRY.q_rank :], loaded(f"{part}kv_a_proj_with_mqa.weight"))
+    assert torch.equal(dsa.indexer.query, loaded(f"{part}indexer.wq_b.weight"))
+    assert torch.equal(dsa.indexer.pool_gate, loaded(f"{part}indexer.index_kpool_compress_gate"))
+    assert torch.equal(dsa.indexer.pool_position, loaded(f"{part}indexer.index_kpool_compress_ape").float())
+
+    experts, part = layers[DSA].ffn, "layers.1.mlp."
+    gate_up = torch.cat([loaded(f"{part}experts.3.{name}_proj.weight") for name in ("gate", "up")])
+    assert torch.equal(experts.gate_up[3], gate_up)
+    assert torch.equal(experts.down[3], loaded(f"{part}experts.3.down_proj.weight"))
+    assert torch.equal(experts.shared.down, loaded(f"{part}shared_experts.down_proj.weight"))
+    assert torch.equal(experts.router_bias, loaded(f"{part}gate.e_score_correction_bias"))
+
+    shard = embedding_shard(served.model, GEOMETRY)
+    assert (shard.first_token, shard.end_token) == (0, GEOMETRY.vocab)
+    assert torch.equal(shard.weight[: GEOMETRY.vocab], loaded("embed_tokens.weight"))
+    assert torch.equal(final_norm(served.model, GEOMETRY), loaded("norm.weight"))
+    assert tensor_parallel_rank() == (0, 1)
+
+
+def test_hidden_states_of_layers_are_noticed(served: SglangModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hands_out_hidden_states(served.model)
+    monkeypatch.setattr(served.model.model, "layers_to_capture", [2])
+    assert hands_out_hidden_states(served.model)
+
+
+def test_weights_of_another_layout_are_refused(served: SglangModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UpstreamError, match=r"model\.layers has 3 layers, the config 4"):
+        model_layers(served.model, replace(GEOMETRY, layers=4))
+    with pytest.raises(UpstreamError, match=r"model\.layers\.0\.self_attn is Glm5NextLinearAttention, not Deepseek"):
+        model_layers(served.model, replace(GEOMETRY, kda_layers=(2,), dsa_layers=(0, 1)))
+    with pytest.raises(UpstreamError, match=r"model\.layers\.1\.mlp\.gate\.weight has shape"):
+        model_layers(served.model, replace(GEOMETRY, experts=GEOMETRY.experts + 1))
+    down = served.model.model.layers[KDA].mlp.down_proj
+    monkeypatch.setattr(down.weight, "data", down.weight.data.to(torch.float8_e4m3fn))
+    with pytest.raises(UpstreamError, match=r"model\.layers\.0\.mlp\.down_proj\.weight is torch\.float8_e4m3fn"):
+        model_layers(served.model, GEOMETRY)
+
+
+def test_the_fused_shared_expert_is_a_row_more(served: SglangModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = served.model.model.layers[DSA].mlp
+    monkeypatch.setattr(moe, "num_fused_shared_experts", 1)
+    with pytest.raises(UpstreamError, match="fuses 1 shared experts and has shared_experts"):
+        model_layers(served.model, GEOMETRY)
+    monkeypatch.setattr(moe, "shared_experts", None)
+    with pytest.raises(UpstreamError, match=r"experts\.w13_weight has shape \[8, "):
+        model_layers(served.model, GEOMETRY)
+
+
+def test_every_step_of_a_runner_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    result = SimpleNamespace(can_run_graph=True)
+    monkeypatch.setattr(ModelRunner, "forward", lambda self, forward_batch, *args, **kwargs: result)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    seen: list[SeenStep] = []
+    watch_steps(seen.append)
+    HookRegistry.apply_hooks()
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="TARGET_VERIFY"), batch_size=2, input_ids=torch.zeros(8))
+    assert ModelRunner.forward(SimpleNamespace(is_draft_worker=False), batch) is result
+    assert ModelRunner.forward(SimpleNamespace(is_draft_worker=True), forward_batch=batch) is result
+    step = SeenStep(mode="TARGET_VERIFY", requests=2, rows=8, replayed=True, is_draft=False)
+    assert seen == [step, replace(step, is_draft=True)]
