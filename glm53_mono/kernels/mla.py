@@ -1,0 +1,321 @@
+"""MLA layers without rope: latents, absorbed query, sparse attention by key chunks, and the values (MODEL_MATH 3.1)."""
+
+import triton
+import triton.language as tl
+
+from glm53_mono.geometry import MAX_ROWS
+from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
+from glm53_mono.kernels.indexer import close_pools, row_length, score_pages
+from glm53_mono.kernels.memory import pointer, private, region
+from glm53_mono.kernels.sync import program_barrier
+from glm53_mono.program.record import Word, device
+
+ROWS = tl.constexpr(MAX_ROWS)
+LATENTS = device(Word.LATENTS)
+INDEX_KEY = device(Word.INDEX_KEY)
+INDEX_GATE = device(Word.INDEX_GATE)
+HEAD_WEIGHTS = device(Word.HEAD_WEIGHTS)
+QUERY = device(Word.QUERY)
+INDEX_QUERY = device(Word.INDEX_QUERY)
+QUERY_NORM = device(Word.QUERY_NORM)
+LATENT_NORM = device(Word.LATENT_NORM)
+LATENT_POOL = device(Word.LATENT_POOL)
+KEY_UP = device(Word.KEY_UP)
+VALUE_UP = device(Word.VALUE_UP)
+
+
+@triton.jit
+def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """q and kv latents, the indexer's key and gate, and its head weights. Task: one whole output tile.
+
+    The head weights are fp32 (MODEL_MATH 3.3) and take the last tiles.
+    """
+    COLUMNS: tl.constexpr = T.query_columns
+    DEPTH: tl.constexpr = T.latent_depth
+    CHUNKS: tl.constexpr = G.hidden // DEPTH
+    LATENT_WIDTH: tl.constexpr = G.q_rank + G.latent
+    LATENT_TILES: tl.constexpr = (LATENT_WIDTH + COLUMNS - 1) // COLUMNS
+    INDEX_TILES: tl.constexpr = (G.index_head_dim + COLUMNS - 1) // COLUMNS
+    TILES: tl.constexpr = LATENT_TILES + 2 * INDEX_TILES
+    WEIGHT_TILES: tl.constexpr = (G.index_heads + T.weight_heads - 1) // T.weight_heads
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    x = region(workspace, W.mixed, tl.bfloat16)
+    row = row_index()[:, None]
+    for task in range(programs - 1 - pid, WEIGHT_TILES, programs):
+        project_head_weights(workspace, record, x, task, rows, W, G, T)
+    acc = zero_tile(COLUMNS)
+    for i in tl.range(0, (TILES - pid + programs - 1) // programs * CHUNKS, num_stages=T.stages):
+        tile = pid + (i // CHUNKS) * programs
+        first = (i % CHUNKS) * DEPTH
+        is_latent = tile < LATENT_TILES
+        is_key = (tile >= LATENT_TILES) & (tile < LATENT_TILES + INDEX_TILES)
+        word = tl.where(is_latent, LATENTS, tl.where(is_key, INDEX_KEY, INDEX_GATE))
+        local = tile - tl.where(is_latent, 0, tl.where(is_key, LATENT_TILES, LATENT_TILES + INDEX_TILES))
+        width = tl.where(is_latent, LATENT_WIDTH, G.index_head_dim)
+        matrix = tl.multiple_of(tl.load(record + word).to(tl.pointer_type(tl.bfloat16)), 16)
+        column = local * COLUMNS + tl.arange(0, COLUMNS)
+        weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, weight_row, first, G.hidden, DEPTH)
+        if i % CHUNKS == CHUNKS - 1:
+            offset = tl.where(is_latent, W.latents, tl.where(is_key, W.index_key, W.index_gate))
+            out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+            stored = (row < rows) & (column < width)[None, :]
+            tl.store(out + row * width + column[None, :], unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)
+            acc = zero_tile(COLUMNS)
+
+
+@triton.jit
+def project_head_weights(workspace, record, x, task, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """fp32(y) W_wp^T for a few index heads, in fp32 throughout: no matrix unit rounds its operands here."""
+    out = region(workspace, W.head_weights, tl.float32)
+    matrix = pointer(record, HEAD_WEIGHTS, tl.float32)
+    DEPTH: tl.constexpr = T.weight_depth
+    HEADS: tl.constexpr = T.weight_heads
+    row = tl.arange(0, ROWS)
+    head = task * HEADS + tl.arange(0, HEADS)
+    known = head < G.index_heads
+    acc = tl.zeros([ROWS, HEADS, DEPTH], tl.float32)
+    for first in range(0, G.hidden, DEPTH):
+        k = first + tl.arange(0, DEPTH)
+        y = tl.load(x + row[:, None] * G.hidden + k[None, :], mask=(row < rows)[:, None] & (k >= 0)[None, :], other=0.0)
+        w = tl.load(matrix + head[:, None] * G.hidden + k[None, :], mask=known[:, None] & (k >= 0)[None, :], other=0.0)
+        acc += y.to(tl.float32)[:, None, :] * w[None, :, :]
+    total = tl.sum(acc, 2)
+    stored = (row < rows)[:, None] & known[None, :]
+    tl.store(out + row[:, None] * G.index_heads + head[None, :], total, mask=stored)
+
+
+@triton.jit
+def mla_query(
+    workspace, record, step, rows, VERIFY: tl.constexpr, TILED: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
+    """Queries of attention and indexer; the caches' new latents, ring rows and closed pools.
+
+    Tasks: one whole output tile; then, from the last program down, one request's cache writes.
+    """
+    COLUMNS: tl.constexpr = T.query_columns
+    DEPTH: tl.constexpr = T.query_depth
+    CHUNKS: tl.constexpr = G.q_rank // DEPTH
+    QUERY_WIDTH: tl.constexpr = G.mla_heads * G.qk_head_dim
+    INDEX_WIDTH: tl.constexpr = G.index_heads * G.index_head_dim
+    QUERY_TILES: tl.constexpr = (QUERY_WIDTH + COLUMNS - 1) // COLUMNS
+    TILES: tl.constexpr = QUERY_TILES + (INDEX_WIDTH + COLUMNS - 1) // COLUMNS
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    normed_query_latents(workspace, record, rows, W, G)
+    program_barrier(BACKEND)
+    x = private(workspace, W.query_latent, W.query_latent_bytes, tl.bfloat16)
+    row = row_index()[:, None]
+    acc = zero_tile(COLUMNS)
+    for i in tl.range(0, (TILES - pid + programs - 1) // programs * CHUNKS, num_stages=T.stages):
+        tile = pid + (i // CHUNKS) * programs
+        first = (i % CHUNKS) * DEPTH
+        is_query = tile < QUERY_TILES
+        local = tile - tl.where(is_query, 0, QUERY_TILES)
+        width = tl.where(is_query, QUERY_WIDTH, INDEX_WIDTH)
+        address = tl.load(record + tl.where(is_query, QUERY, INDEX_QUERY))
+        matrix = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
+        column = local * COLUMNS + tl.arange(0, COLUMNS)
+        weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
+        acc = add_chunk(acc, x, G.q_rank, rows, matrix, weight_row, first, G.q_rank, DEPTH)
+        if i % CHUNKS == CHUNKS - 1:
+            offset = tl.where(is_query, W.query, W.index_query)
+            out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+            stored = (row < rows) & (column < width)[None, :]
+            tl.store(out + row * width + column[None, :], unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)
+            acc = zero_tile(COLUMNS)
+    for request in range(programs - 1 - pid, rows // step.tokens, programs):
+        for token in range(0, step.tokens):
+            write_latent(workspace, record, step, request * step.tokens + token, W, G)
+        close_pools(workspace, record, step, request, VERIFY, TILED, W, G, BACKEND)
+
+
+@triton.jit
+def normed_query_latents(workspace, record, rows, W: tl.constexpr, G: tl.constexpr):
+    """RMSNorm of every row's q latent into this program's own region, bf16 [rows, q_rank]."""
+    latents = region(workspace, W.latents, tl.bfloat16)
+    out = private(workspace, W.query_latent, W.query_latent_bytes, tl.bfloat16)
+    column = tl.arange(0, W.q_rank_padded)
+    inside = column < G.q_rank
+    norm = tl.load(pointer(record, QUERY_NORM, tl.bfloat16) + column, mask=inside, other=0.0).to(tl.float32)
+    for row in range(rows):
+        x = tl.load(latents + row * (G.q_rank + G.latent) + column, mask=inside, other=0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / G.q_rank + G.rms_eps) * norm
+        tl.store(out + row * G.q_rank + column, normed.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def write_latent(workspace, record, step, row, W: tl.constexpr, G: tl.constexpr):
+    """The row's normalised kv latent into its slot of the latent cache; slot 0 is padding and stays as it is."""
+    latents = region(workspace, W.latents, tl.bfloat16)
+    column = tl.arange(0, G.latent)
+    x = tl.load(latents + row * (G.q_rank + G.latent) + G.q_rank + column).to(tl.float32)
+    norm = tl.load(pointer(record, LATENT_NORM, tl.bfloat16) + column).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / G.latent + G.rms_eps) * norm
+    slot = tl.load(step.cache_slots + row).to(tl.int64)
+    pool = pointer(record, LATENT_POOL, tl.bfloat16)
+    tl.store(pool + slot * G.latent + column, normed.to(tl.bfloat16), mask=(slot > 0) & (column >= 0))
+
+
+@triton.jit
+def mla_absorb(
+    workspace,
+    record,
+    step,
+    rows,
+    VERIFY: tl.constexpr,
+    TILED: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+):
+    """The absorbed query q w_kc of every head, and the indexer's scores of rows that see more pools than they select.
+
+    Tasks: (head, tile of the latent); then (row, page of pools).
+    """
+    COLUMNS: tl.constexpr = T.absorb_columns
+    TILES: tl.constexpr = (G.latent + COLUMNS - 1) // COLUMNS
+    K: tl.constexpr = G.qk_head_dim
+    query = region(workspace, W.query, tl.bfloat16)
+    out = region(workspace, W.absorbed, tl.bfloat16)
+    matrix = pointer(record, KEY_UP, tl.bfloat16)
+    row = row_index()[:, None]
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    for task in tl.range(pid, G.mla_heads * TILES, programs, num_stages=T.short_stages):
+        head = task // TILES
+        column = (task % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+        local = (task % TILES) * COLUMNS + folded_columns(COLUMNS)
+        weight_row = head * G.latent + tl.minimum(local, G.latent - 1)
+        acc = add_chunk(zero_tile(COLUMNS), query + head * K, G.mla_heads * K, rows, matrix, weight_row, 0, K, K)
+        stored = (row < rows) & (column < G.latent)[None, :]
+        place = (row * G.mla_heads + head) * G.latent + column[None, :]
+        tl.store(out + place, unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)
+    score_pages(workspace, record, step, rows, VERIFY, TILED, W, G, T)
+
+
+@triton.jit
+def attend_tokens(row, length, request_row, selected, req_to_token, stride, first, KEYS: tl.constexpr, G: tl.constexpr):
+    """Cache slots of a row's keys [first, first + KEYS), and which of them exist: selected pools, then the tail."""
+    j = first + tl.arange(0, KEYS)
+    pools = length // G.pool
+    history = tl.minimum(pools, G.selected_pools) * G.pool
+    keys = history + length % G.pool
+    is_history = j < history
+    entry = j // G.pool
+    picked = tl.load(selected + row * G.selected_pools + entry, mask=is_history & (pools > G.selected_pools), other=0)
+    pool = tl.where(pools > G.selected_pools, picked, entry)
+    token = tl.where(is_history, pool * G.pool + j % G.pool, pools * G.pool + (j - history))
+    exists = j < keys
+    table = req_to_token + request_row * stride
+    slot = tl.load(table + token, mask=exists, other=0).to(tl.int64)
+    return slot, exists
+
+
+@triton.jit
+def mla_attend(workspace, record, step, rows, VERIFY: tl.constexpr, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """Unnormalised attention of some heads over one chunk of a row's keys. Task: (row, head block, key chunk).
+
+    Chunk borders depend on the row's own length alone. Probabilities are rounded to bf16 before they meet the values,
+    as in SGLang's GPU kernels (tilelang_kernel.py:225-240).
+    """
+    HEADS: tl.constexpr = T.attend_heads
+    KEYS: tl.constexpr = T.attend_keys
+    HEAD_BLOCKS: tl.constexpr = (G.mla_heads + HEADS - 1) // HEADS
+    absorbed = region(workspace, W.absorbed, tl.bfloat16)
+    selected = region(workspace, W.selected, tl.int32)
+    partial = region(workspace, W.partial, tl.float32)
+    partial_max = region(workspace, W.partial_max, tl.float32)
+    partial_sum = region(workspace, W.partial_sum, tl.float32)
+    pool = pointer(record, LATENT_POOL, tl.bfloat16)
+    column = tl.arange(0, G.latent)[None, :]
+    TASKS: tl.constexpr = HEAD_BLOCKS * W.attend_chunks
+    for task in range(tl.program_id(0), rows * TASKS, tl.num_programs(0)):
+        row = task // TASKS
+        chunk = task % TASKS // HEAD_BLOCKS
+        head = task % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
+        length = row_length(step, row, VERIFY)
+        keys = tl.minimum(length // G.pool, G.selected_pools) * G.pool + length % G.pool
+        if chunk * KEYS < keys:
+            request_row = tl.load(step.request_rows + row // step.tokens).to(tl.int64)
+            slot, exists = attend_tokens(
+                row, length, request_row, selected, step.req_to_token, step.req_to_token_stride, chunk * KEYS, KEYS, G
+            )
+            key = tl.load(pool + slot[:, None] * G.latent + column, mask=exists[:, None] & (column >= 0), other=0.0)
+            known = head < G.mla_heads
+            place = row * G.mla_heads + head
+            q = tl.load(absorbed + place[:, None] * G.latent + column, mask=known[:, None] & (column >= 0), other=0.0)
+            score = tl.dot(q, key.T) * (G.qk_head_dim**-0.5)
+            score = tl.where(exists[None, :], score, float("-inf"))
+            highest = tl.max(score, 1)
+            probability = tl.exp(score - highest[:, None])
+            value = tl.dot(probability.to(tl.bfloat16), key)
+            out = (row * W.attend_chunks + chunk) * G.mla_heads + head
+            tl.store(partial + out[:, None] * G.latent + column, value, mask=known[:, None] & (column >= 0))
+            tl.store(partial_max + out, highest, mask=known)
+            tl.store(partial_sum + out, tl.sum(probability, 1), mask=known)
+
+
+@triton.jit
+def mla_merge(
+    workspace,
+    record,
+    step,
+    rows,
+    VERIFY: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+    BACKEND: tl.constexpr,
+):
+    """u = sum of the chunks, then the values u w_vc. Task: (head, tile of the head's values).
+
+    Two passes over the chunks: first their maxima, then all of them weighted, so no chunk waits for the one before.
+    """
+    COLUMNS: tl.constexpr = T.merge_columns
+    DEPTH: tl.constexpr = T.merge_depth
+    TILES: tl.constexpr = (G.v_head_dim + COLUMNS - 1) // COLUMNS
+    out = region(workspace, W.attended, tl.bfloat16)
+    matrix = pointer(record, VALUE_UP, tl.bfloat16)
+    x = private(workspace, W.merged, W.merged_bytes, tl.bfloat16)
+    row = row_index()[:, None]
+    for task in range(tl.program_id(0), G.mla_heads * TILES, tl.num_programs(0)):
+        head = task // TILES
+        for merged_row in range(rows):
+            merge_chunks(workspace, x, merged_row, head, row_length(step, merged_row, VERIFY), W, G, T)
+        program_barrier(BACKEND)
+        column = (task % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+        acc = zero_tile(COLUMNS)
+        local = (task % TILES) * COLUMNS + folded_columns(COLUMNS)
+        weight_row = head * G.v_head_dim + tl.minimum(local, G.v_head_dim - 1)
+        for first in tl.range(0, G.latent, DEPTH, num_stages=T.short_stages):
+            acc = add_chunk(acc, x, G.latent, rows, matrix, weight_row, first, G.latent, DEPTH)
+        stored = (row < rows) & (column < G.v_head_dim)[None, :]
+        place = (row * G.mla_heads + head) * G.v_head_dim + column[None, :]
+        tl.store(out + place, unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)
+        program_barrier(BACKEND)
+
+
+@triton.jit
+def merge_chunks(workspace, x, row, head, length, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """A row's and head's attention output over all its chunks into x[row], bf16 [latent]."""
+    partial = region(workspace, W.partial, tl.float32)
+    partial_max = region(workspace, W.partial_max, tl.float32)
+    partial_sum = region(workspace, W.partial_sum, tl.float32)
+    keys = tl.minimum(length // G.pool, G.selected_pools) * G.pool + length % G.pool
+    chunks = (keys + T.attend_keys - 1) // T.attend_keys
+    chunk = tl.arange(0, W.attend_chunks_padded)
+    LATENT: tl.constexpr = G.latent
+    column = tl.arange(0, LATENT)
+    first = row * W.attend_chunks * G.mla_heads + head
+    highest = tl.load(partial_max + first + chunk * G.mla_heads, mask=chunk < chunks, other=float("-inf"))
+    top = tl.max(highest, 0)
+    sums = tl.load(partial_sum + first + chunk * G.mla_heads, mask=chunk < chunks, other=0.0)
+    total = tl.sum(tl.exp(highest - top) * sums, 0)
+    u = tl.zeros([LATENT], tl.float32)
+    for c in range(chunks):
+        scale = tl.exp(tl.load(partial_max + first + c * G.mla_heads) - top)
+        u += scale * tl.load(partial + (first + c * G.mla_heads) * G.latent + column)
+    tl.store(x + row * G.latent + column, (u / total).to(tl.bfloat16))

@@ -1,0 +1,32 @@
+"""The output projection of an attention branch, and the streams' update with it."""
+
+import triton
+import triton.language as tl
+
+from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
+from glm53_mono.kernels.memory import pointer, private, region
+from glm53_mono.kernels.mhc import next_fn, update_streams
+from glm53_mono.program.record import Word, device
+
+OUTPUT = device(Word.OUTPUT)
+
+
+@triton.jit
+def output(
+    workspace, record, rows, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr
+):
+    """a = attended W_o^T, then hc_post. Task: one whole tile of hidden columns."""
+    COLUMNS: tl.constexpr = T.output_columns
+    DEPTH: tl.constexpr = T.output_depth
+    x = region(workspace, W.attended, tl.bfloat16)
+    matrix = pointer(record, OUTPUT, tl.bfloat16)
+    branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
+    lane = tl.arange(0, COLUMNS)
+    for tile in range(tl.program_id(0), W.mix_tiles, tl.num_programs(0)):
+        fn = next_fn(record, tile * COLUMNS, COLUMNS, G)
+        weight_row = tl.minimum(tile * COLUMNS + folded_columns(COLUMNS), G.hidden - 1)
+        acc = zero_tile(COLUMNS)
+        for i in tl.range(0, K // DEPTH, num_stages=T.stages):
+            acc = add_chunk(acc, x, K, rows, matrix, weight_row, i * DEPTH, K, DEPTH)
+        tl.store(branch + row_index()[:, None] * COLUMNS + lane[None, :], unfold(acc, COLUMNS).to(tl.bfloat16))
+        update_streams(workspace, tile, rows, fn, COLUMNS, W, G, BACKEND)

@@ -1,0 +1,143 @@
+"""A program ready to run on one device: records, workspace and the compiled kernel's constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm53_mono.geometry import Geometry
+from glm53_mono.kernels.monokernel import StepSizes, StepTensors, monokernel
+from glm53_mono.kernels.sync import HOST_WORDS
+from glm53_mono.program.phase import Phase
+from glm53_mono.program.step import write_records
+from glm53_mono.program.tiling import Tiling
+from glm53_mono.program.workspace import Workspace, lay_out
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a compiled kernel is specialised for besides its sizes."""
+
+    verify: bool
+    index_tiled: bool
+    shared_fused: bool
+    backend: str
+    """interp, cuda or hip"""
+    timed: bool = False
+    """whether the launch writes when each of its phases starts, for the bench"""
+
+
+@dataclass
+class Launch:
+    """Runs a step's phases on one device.
+
+    Attributes:
+        buffer: the workspace, uint8; its barrier words must be zero before the first launch.
+        host_record: int32 [HOST_WORDS] in host memory that the device writes: a fault, and the launches served.
+    """
+
+    geometry: Geometry
+    tiling: Tiling
+    variant: Variant
+    workspace: Workspace
+    records: Tensor
+    buffer: Tensor
+    host_record: Tensor
+    phases: list[Phase]
+    deadline_s: float
+
+    @classmethod
+    def prepare(
+        cls,
+        geometry: Geometry,
+        tiling: Tiling,
+        variant: Variant,
+        phases: list[Phase],
+        *,
+        max_tokens: int,
+        deadline_s: float,
+        device: torch.device | str,
+    ) -> Launch:
+        """Allocates the workspace and writes the records; the only place that takes device memory.
+
+        Args:
+            max_tokens: longest context of a request.
+            deadline_s: seconds that a wait of a launch may last.
+        """
+        fitted = tiling.fitted(geometry)
+        workspace = lay_out(geometry, fitted, len(phases), max_tokens)
+        buffer = torch.zeros(workspace.size, dtype=torch.uint8, device=device)
+        on_gpu = torch.device(device).type != "cpu"
+        return cls(
+            geometry=geometry,
+            tiling=fitted,
+            variant=variant,
+            workspace=workspace,
+            records=write_records(phases, device),
+            buffer=buffer,
+            host_record=torch.zeros(HOST_WORDS, dtype=torch.int32, pin_memory=on_gpu),
+            phases=phases,
+            deadline_s=deadline_s,
+        )
+
+    def bind(self, phases: list[Phase]) -> None:
+        """Fills the records anew, for caches that did not exist when the launch was prepared; copies to the device.
+
+        Args:
+            phases: the same phases, with other addresses.
+        """
+        if [(phase.kind, phase.layer) for phase in phases] != [(phase.kind, phase.layer) for phase in self.phases]:
+            raise ValueError(f"{len(phases)} phases are bound to a launch of {len(self.phases)}, or in another order")
+        self.records.copy_(write_records(phases, self.records.device))
+        self.phases = phases
+
+    def run(
+        self, tensors: StepTensors, sizes: StepSizes, hidden: Tensor, first: int = 0, last: int | None = None
+    ) -> None:
+        """One launch over the phases [first, last); all of them by default."""
+        monokernel[(self.tiling.programs,)](
+            self.records,
+            self.buffer,
+            tensors,
+            hidden,
+            self.host_record,
+            *sizes,
+            first,
+            len(self.phases) if last is None else last,
+            int(self.deadline_s * 1e9),
+            VERIFY=self.variant.verify,
+            TILED=self.variant.index_tiled,
+            FUSED=self.variant.shared_fused,
+            TIMED=self.variant.timed,
+            W=self.workspace,
+            G=self.geometry,
+            T=self.tiling,
+            BACKEND=self.variant.backend,
+            **self._options(),
+        )
+
+    def _options(self) -> dict[str, int | bool]:
+        options: dict[str, int | bool] = {"num_warps": self.tiling.warps}
+        if self.variant.backend != "interp":
+            options["launch_cooperative_grid"] = True
+        if self.variant.backend == "cuda":
+            # ptxas takes 128 registers for 256 threads unless it is told that one program a multiprocessor is enough
+            options["maxnreg"] = 255
+        return options
+
+    def run_by_phase(self, tensors: StepTensors, sizes: StepSizes, hidden: Tensor) -> None:
+        """A launch for each phase: the same work with the grid's end as its barrier. The interpreter knows no other."""
+        for phase in range(len(self.phases)):
+            self.run(tensors, sizes, hidden, phase, phase + 1)
+
+    def view(self, name: str) -> Tensor:
+        """A region of the workspace as a tensor."""
+        return self.workspace.view(self.buffer, name)
+
+    def poison(self) -> None:
+        """Fills the workspace with NaN but for the barrier words, as tests do before a step."""
+        words = self.view("words").clone()
+        self.buffer.view(torch.int32).fill_(0x7FC07FC0)
+        self.view("words").copy_(words)

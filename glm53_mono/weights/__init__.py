@@ -1,0 +1,1 @@
+"""Weight matrices as the launch reads them: where they are, in which format and layout."""
