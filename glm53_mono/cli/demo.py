@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from glm53_mono.cli.demo_plan import DRAFT_TOKENS, Plan
+from glm53_mono.cli.versions import SOFTWARE, is_tested, versions_of
 
 if TYPE_CHECKING:
     from glm53_mono.cli.demo_run import MakeRunner, Outcome
@@ -81,8 +82,8 @@ def run_demo(
     """
     if seed < 0:
         raise DemoError(f"--seed {seed} is less than 0")
-    oracle = load_oracle(Path(__file__).resolve().parents[2])
     require_sglang()
+    oracle = load_oracle(Path(__file__).resolve().parents[2])
     with warnings.catch_warnings():
         # SGLang warns at every import about what it cannot do without a GPU.
         warnings.simplefilter("ignore")
@@ -117,13 +118,17 @@ def load_oracle(checkout: Path) -> Any:
 
 
 def require_sglang() -> None:
-    """Check that SGLang is installed.
+    """Check that the SGLang is installed whose forward the oracle knows how to run.
 
     Raises:
         DemoError: it is not.
     """
-    if importlib.util.find_spec("sglang") is None:
+    sglang = next(software for software in SOFTWARE if software.module == "sglang")
+    found = versions_of(sglang).installed
+    if found is None:
         raise DemoError("the slow side is SGLang's own forward, and SGLang is not installed: `make demo` installs it")
+    if not is_tested(sglang, found):
+        raise DemoError(f"the demo runs SGLang {', '.join(sglang.tested)} on a CPU, and SGLang {found} is installed")
 
 
 def _run(
@@ -216,8 +221,10 @@ def print_report(out: Console, outcome: Outcome, description: list[tuple[str, st
     for number, lengths in enumerate(zip(*outcome.accept_lengths, strict=True)):
         out.print(f"accept lengths of request {number}: {_listed(lengths)}", highlight=False, soft_wrap=True)
     out.print(
-        f"drafts: {outcome.accepted_drafts} accepted, {outcome.right_drafts} came before the stand-in's mistakes",
+        f"drafts: {outcome.accepted_drafts} of {outcome.drafts} accepted; "
+        f"the stand-in proposed {outcome.right_drafts} before a mistake on purpose",
         highlight=False,
+        soft_wrap=True,
     )
     for name, scores in outcome.scores.items():
         for failure in scores.failures():

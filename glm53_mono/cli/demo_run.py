@@ -33,8 +33,10 @@ class Outcome:
     """Generated tokens of each request."""
     accept_lengths: list[list[int]] = field(default_factory=list)
     """For each verify round and request: tokens it yielded, the one after the last accepted draft included (1 to 4)."""
+    drafts: int = 0
+    """Drafts that the stand-in proposed."""
     right_drafts: int = 0
-    """Drafts that the stand-in proposed without a mistake on purpose before them."""
+    """Those that came before its mistake on purpose."""
     accepted_drafts: int = 0
 
     @property
@@ -122,13 +124,14 @@ class Demo:
         chains = self._continuation(requests, newest)
         for chain in chains:
             right = self.random.randint(0, len(chain))
+            outcome.drafts += len(chain)
             outcome.right_drafts += right
             if right < len(chain):
                 chain[right] = (chain[right] + self.random.randrange(1, self.geometry.vocab)) % self.geometry.vocab
         return chains
 
     def _continuation(self, requests: list[Any], newest: list[int]) -> list[list[int]]:
-        """The stand-in of NextN: greedy tokens after the newest one, from the reference on a copy of SGLang's caches."""
+        """The stand-in of NextN: the next greedy tokens, from the reference on a copy of SGLang's caches."""
         caches = self.model.caches.clone()
         chains: list[list[int]] = [[] for _ in requests]
         ahead = [replace(request, tokens=list(request.tokens)) for request in requests]

@@ -31,6 +31,9 @@ class Bug:
     inputs: Callable[[StepInputs], StepInputs] = field(default=_same)
     accepted: Callable[[Tensor], Tensor] = field(default=_same)
 
+    concerns_extend: bool = False
+    """Whether a prefill of one request shows it too, by one of the parts whose bounds are wider there."""
+
     @contextmanager
     def seeded(self) -> Iterator[None]:
         """The reference with the mistake, for as long as the block lasts."""
@@ -149,9 +152,9 @@ def _padding_latents(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
 BUGS = (
     Bug("Sinkhorn ends with the rows", ((mhc, "sinkhorn", _columns_last_but_one),)),
     Bug("comb transposed", ((mhc, "write", _transposed_comb),)),
-    Bug("gate without its lower bound", ((kda, "log_decay", _unbounded_gate),)),
-    Bug("convolution taps reversed", ((kda, "convolve", _newest_tap_first),)),
-    Bug("recurrent state as [K, V]", ((kda, "delta_rule", _transposed_state),)),
+    Bug("gate without its lower bound", ((kda, "log_decay", _unbounded_gate),), concerns_extend=True),
+    Bug("convolution taps reversed", ((kda, "convolve", _newest_tap_first),), concerns_extend=True),
+    Bug("recurrent state as [K, V]", ((kda, "delta_rule", _transposed_state),), concerns_extend=True),
     Bug("pool closed one token late", ((indexer, "update", _late_pool),)),
     Bug("ring of another request", ((indexer, "update", _ring_of_another),)),
     Bug("tail dropped", ((indexer, "selected_tokens", _no_tail),)),

@@ -41,4 +41,4 @@ def test_the_demo_passes_the_reference_and_fails_a_bug() -> None:
     assert "EXCEEDED" in wrong
     assert "forgetful: conv windows" in wrong
     assert "reference: " not in wrong
-    assert "drafts: 0 accepted" not in text
+    assert "drafts: 0 of" not in text

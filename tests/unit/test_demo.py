@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from glm53_mono.cli.demo_plan import DRAFT_TOKENS, Plan, leading_matches
 from glm53_mono.cli.demo_run import Outcome
 from glm53_mono.cli.main import app
 from glm53_mono.cli.parts import Scores
+from glm53_mono.cli.versions import Versions
 from glm53_mono.numerics import Distance
 
 BOUNDS = {"kda": Distance(rel=1e-2, max_abs=0.1)}
@@ -43,9 +43,12 @@ def test_an_installed_package_has_no_oracle(tmp_path: Path) -> None:
         load_oracle(tmp_path)
 
 
-def test_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DemoError, match="SGLang is not installed"):
+@pytest.mark.parametrize(
+    ("installed", "message"), [(None, "SGLang is not installed"), ("0.5.24", r"SGLang 0\.5\.24 is installed")]
+)
+def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str | None, message: str) -> None:
+    monkeypatch.setattr(demo_module, "versions_of", lambda _software: Versions(installed, None, None))
+    with pytest.raises(DemoError, match=message):
         require_sglang()
 
 
@@ -86,7 +89,7 @@ def scores_of(error: float) -> Scores:
 @pytest.mark.parametrize(("error", "verdict"), [(0.0, "PASS"), (5e-3, "PASS"), (5e-2, "FAIL"), (float("nan"), "FAIL")])
 def test_report_shows_the_verdict(error: float, verdict: str) -> None:
     page = io.StringIO()
-    outcome = Outcome({"reference": scores_of(error)}, {"reference": "here"}, [[1, 2, 3]], [[2]], 3, 1)
+    outcome = Outcome({"reference": scores_of(error)}, {"reference": "here"}, [[1, 2, 3]], [[2]], 3, 1, 1)
     print_report(Console(file=page, width=100), outcome, [("slow side", "SGLang")])
     text = page.getvalue()
     assert text.endswith(f"{verdict}\n")

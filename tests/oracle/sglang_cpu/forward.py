@@ -15,6 +15,7 @@ from glm53_mono.reference.state import Caches
 
 from . import batches, context, patches, pools
 from .batches import Batch
+from .faster_interpreter import with_room_for_frames
 
 
 @dataclass
@@ -40,8 +41,7 @@ class SglangModel:
         for seen in self._seen:
             seen.clear()
         with torch.no_grad(), forward_context(ForwardContext(attn_backend=self.backend)):
-            self.backend.init_forward_metadata(forward)
-            hidden = self.model.model(forward.input_ids, forward.positions, forward)
+            hidden = with_room_for_frames(lambda: self._hidden_states(forward))
             logits = torch.nn.functional.linear(hidden, self.model.lm_head.weight)
         if batch.mode != "verify":
             for request, ids in zip(batch.requests, batch.input_ids, strict=True):
@@ -54,6 +54,10 @@ class SglangModel:
         self.backend.update_mamba_state_after_mtp_verify(steps, None, None, self.model)
         for request, ids, count in zip(batch.requests, batch.input_ids, accepted, strict=True):
             request.tokens.extend(ids[: count + 1])
+
+    def _hidden_states(self, forward: Any) -> torch.Tensor:
+        self.backend.init_forward_metadata(forward)
+        return self.model.model(forward.input_ids, forward.positions, forward)
 
     @property
     def caches(self) -> Caches:

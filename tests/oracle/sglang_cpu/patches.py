@@ -104,7 +104,7 @@ TABLE: tuple[Patch, ...] = (
     Patch(
         "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_native",
         substitutes.routed_experts,
-        "the native experts drop swiglu_limit (fused_moe_native.py:84), the Triton runner asserts CUDA (fused_moe.py:770)",
+        "the native experts drop swiglu_limit (fused_moe_native.py:84), the Triton ones assert CUDA (fused_moe.py:770)",
     ),
     Patch(
         f"{SCATTER}:fused_mamba_state_scatter_with_mask",

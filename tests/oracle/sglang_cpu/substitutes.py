@@ -78,7 +78,7 @@ def pick_pools(
 def sparse_attention(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = 512
 ) -> torch.Tensor:
-    """Attention of each row over its selected latents, fp32 with one rounding (tilelang_kernel.py, tilelang_sparse_fwd).
+    """Attention of each row over its selected latents, fp32 with one rounding (`tilelang_sparse_fwd`).
 
     Args:
         q: absorbed queries, bf16 [rows, heads, latent].
