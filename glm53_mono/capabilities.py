@@ -7,11 +7,6 @@ from glm53_mono.refusals import Refusal
 
 NOT_YET_BUILT: tuple[Refusal, ...] = (
     Refusal(
-        "decode steps",
-        lambda s: True,
-        f"glm53_mono {__version__} has no kernel for decode steps: serve without --enable-amd-monokernel",
-    ),
-    Refusal(
         "verify steps",
         lambda s: s.arguments.speculative_algorithm is not None,
         f"glm53_mono {__version__} has no kernel for verify steps: serve without --speculative-algorithm",

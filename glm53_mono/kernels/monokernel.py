@@ -78,8 +78,7 @@ class StepSizes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Both together, as device code hands them on. Sizes are launch arguments of their own: in a tuple Triton would
-    compile one kernel for each of them that is 1."""
+    """Both together, as device code hands them on."""
 
     input_ids: tl.tensor
     cache_slots: tl.tensor
@@ -95,15 +94,17 @@ class Step(NamedTuple):
     tokens: tl.tensor
 
 
-UNSPECIALIZED = ("rows", "tokens", "req_to_token_stride", "ring_length", "first", "last", "deadline")
-"""Arguments whose value must not choose a compiled kernel: another width would compile, and could differ in its bits.
-Nor may the alignment of SGLang's step tensors, which are read by single words."""
+UNSPECIALIZED = (*StepTensors._fields, "rows", "tokens", "req_to_token_stride", "ring_length", "first", "last", "deadline")
+"""Arguments that must not choose a compiled kernel by their value, or by their alignment: another width would compile,
+and could differ in its bits. In a tuple Triton would look at them all the same, so they are arguments one by one.
+"""
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=("tensors",))
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def monokernel(
-    records, workspace, tensors, hidden, host_record,
-    rows, tokens, req_to_token_stride, ring_length, first, last, deadline,
+    records, workspace,
+    input_ids, cache_slots, seq_lens, request_rows, state_slots, track_slots, track_mask, scratch_rows, req_to_token,
+    hidden, host_record, rows, tokens, req_to_token_stride, ring_length, first, last, deadline,
     VERIFY: tl.constexpr, TILED: tl.constexpr, FUSED: tl.constexpr, TIMED: tl.constexpr,
     W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +113,7 @@ def monokernel(
     Args:
         records: int64 [phases, RECORD], written by `program.step`.
         workspace: uint8 [W.size]; `words` in it is zero at a launch's start, as the launch before left it.
-        tensors: `StepTensors`.
+        input_ids, ..., req_to_token: `StepTensors`.
         hidden: bf16 [rows, hidden], the step's result.
         host_record: int32 in mapped host memory; a fault when a deadline passes, and the launches served.
         rows, tokens, req_to_token_stride, ring_length: `StepSizes`.
@@ -125,15 +126,15 @@ def monokernel(
     """
     words = region(workspace, W.words, tl.int32)
     step = Step(
-        tensors.input_ids,
-        tensors.cache_slots,
-        tensors.seq_lens,
-        tensors.request_rows,
-        tensors.state_slots,
-        tensors.track_slots,
-        tensors.track_mask,
-        tensors.scratch_rows,
-        tensors.req_to_token,
+        input_ids,
+        cache_slots,
+        seq_lens,
+        request_rows,
+        state_slots,
+        track_slots,
+        track_mask,
+        scratch_rows,
+        req_to_token,
         req_to_token_stride,
         ring_length,
         tokens,

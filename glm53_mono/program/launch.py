@@ -100,7 +100,7 @@ class Launch:
         monokernel[(self.tiling.programs,)](
             self.records,
             self.buffer,
-            tensors,
+            *tensors,
             hidden,
             self.host_record,
             *sizes,

@@ -190,7 +190,9 @@ def platform_of(isa: str) -> Iterator[None]:
     Args:
         isa: a key of `PLATFORMS`.
     """
-    import sglang.srt.model_loader  # noqa: F401  its modules import what this machine has, and must not be told otherwise
+    with _quiet():
+        # Its modules import what this machine has, and must not be told otherwise.
+        import sglang.srt.model_loader  # noqa: F401
     import torch
     from sglang.srt.layers.attention.dsa import utils as dsa_utils
     from sglang.srt.runtime_context import override_platform

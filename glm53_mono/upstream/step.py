@@ -3,7 +3,7 @@
 Under graph capture every tensor here is a static buffer that SGLang refreshes before each replay, so its address may be
 baked into the graph. `req_to_token` is the pool's own table: unlike the page tables that the backends derive from it,
 its shape never changes. With overlapped scheduling a row of it may pass to a new request while the launch of one that
-has just ended still runs (base_attn_backend.py: SharedReadEnds). That is harmless to a launch that writes to its rows' own
+has just ended still runs (base_attn_backend.py: SharedReadEnds). That is harmless to a launch that writes by its rows'
 `out_cache_loc` alone: what it reads by the table then reaches only the ended request's output, which is discarded.
 """
 

@@ -30,7 +30,7 @@ from glm53_mono.upstream.model import (
     tensor_parallel_rank,
 )
 from glm53_mono.upstream.pools import compress_ring, index_pool, kda_layer_cache, latent_pool
-from glm53_mono.upstream.step import PAGE_TABLE_TOKENS, Backends, StepBindings, attention_backends, step_inputs
+from glm53_mono.upstream.step import Backends, StepBindings, attention_backends, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
 from tests.oracle.sglang_cpu import batches
 from tests.oracle.sglang_cpu.batches import Batch, Request
@@ -104,9 +104,9 @@ def test_a_step_is_bound(served: SglangModel, batch: Batch, mode: str) -> None:
         (step.state_slots, batch.slots.to(torch.int32)),
     ):
         assert torch.equal(bound, expected)
-    # A token's slot follows from the row's page table alone.
-    page = step.page_table[torch.arange(step.rows), step.positions // PAGE_TABLE_TOKENS]
-    assert torch.equal(page * PAGE_TABLE_TOKENS + step.positions % PAGE_TABLE_TOKENS, step.out_cache_loc)
+    # A token's slot follows from its request's row alone.
+    rows = step.request_rows.repeat_interleave(step.tokens_per_request)
+    assert torch.equal(step.req_to_token[rows, step.positions].long(), step.out_cache_loc)
     assert step.track_slots is None and step.track_mask is None
     if mode == "decode":
         assert step.scratch_rows is None
@@ -134,8 +134,8 @@ def spoil_rows(forward: Any, backends: Backends) -> None:
     forward.input_ids = forward.input_ids.repeat(3)
 
 
-def spoil_page_table(forward: Any, backends: Backends) -> None:
-    backends.sparse.forward_metadata = SimpleNamespace(real_page_table=None)
+def spoil_slots(forward: Any, backends: Backends) -> None:
+    backends.linear.forward_metadata.mamba_cache_indices = None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def spoil_page_table(forward: Any, backends: Backends) -> None:
         (spoil_stride, "forward_batch.positions has strides [2], not [1]"),
         (spoil_mode, "not DECODE or TARGET_VERIFY"),
         (spoil_rows, "forward_batch has 6 rows for 2 requests in a decode step"),
-        (spoil_page_table, "DSAMetadata.real_page_table is None, not a tensor"),
+        (spoil_slots, "ForwardMetadata.mamba_cache_indices is None, not a tensor"),
     ],
 )
 def test_a_step_that_cannot_be_read_is_refused(served: SglangModel, spoil: Callable, says: str) -> None:
@@ -285,7 +285,9 @@ def test_the_fused_shared_expert_is_a_row_more(served: SglangModel, monkeypatch:
         model_layers(served.model, GEOMETRY)
 
 
-def test_every_step_of_a_runner_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unhooked_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A runner class that nothing hooks yet, whose forward says that a graph ran the step."""
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -293,11 +295,33 @@ def test_every_step_of_a_runner_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ModelRunner, "forward", lambda self, forward_batch, *args, **kwargs: result)
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
+    return ModelRunner
+
+
+def step_of(mode: str, requests: int, tokens: int) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return SimpleNamespace(forward_mode=ForwardMode[mode], batch_size=requests, input_ids=torch.zeros(tokens))
+
+
+def test_every_step_of_a_runner_is_seen(unhooked_runner: Any) -> None:
     seen: list[SeenStep] = []
-    watch_steps(seen.append)
-    HookRegistry.apply_hooks()
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="TARGET_VERIFY"), batch_size=2, input_ids=torch.zeros(8))
-    assert ModelRunner.forward(SimpleNamespace(is_draft_worker=False), batch) is result
-    assert ModelRunner.forward(SimpleNamespace(is_draft_worker=True), forward_batch=batch) is result
-    step = SeenStep(mode="TARGET_VERIFY", requests=2, rows=8, replayed=True, is_draft=False)
-    assert seen == [step, replace(step, is_draft=True)]
+    assert watch_steps(seen.append)
+    graphs = SimpleNamespace(bs=4)
+    target = SimpleNamespace(is_draft_worker=False, decode_cuda_graph_runner=graphs)
+    draft = SimpleNamespace(is_draft_worker=True, decode_cuda_graph_runner=graphs)
+    assert unhooked_runner.forward(target, step_of("TARGET_VERIFY", 2, 8)).can_run_graph
+    unhooked_runner.forward(draft, forward_batch=step_of("DECODE", 2, 2))
+    unhooked_runner.forward(target, step_of("EXTEND", 2, 301))
+    # A graph pads decode and verify steps, and only those.
+    assert seen == [
+        SeenStep("TARGET_VERIFY", 4, 4, False),
+        SeenStep("DECODE", 4, 1, True),
+        SeenStep("EXTEND", 2, 151, False),
+    ]
+    assert seen[0].rows == 16
+
+
+def test_a_runner_that_another_plugin_has_hooked_is_not_watched(unhooked_runner: Any) -> None:
+    assert watch_steps(lambda step: None)
+    assert not watch_steps(lambda step: None)

@@ -306,28 +306,24 @@ GEOMETRY_ROWS = (
 """Config files that the step cannot represent."""
 
 CAPABILITY_ROWS = (
-    plain("decode steps", "--tp 1", "no kernel for decode steps"),
-    eagle("verify steps", "--tp 1", "no kernel for decode steps", "no kernel for verify steps"),
-    plain("tensor parallelism", "", "no kernel for decode steps", "serve with --tp-size 1 instead of 4"),
-    plain("FP8 weights", "--tp 1", "no kernel for decode steps", "does not read FP8 weights", config=(quantized,)),
+    eagle("verify steps", "--tp 1", "no kernel for verify steps"),
+    plain("tensor parallelism", "", "serve with --tp-size 1 instead of 4"),
+    plain("FP8 weights", "--tp 1", "does not read FP8 weights", config=(quantized,)),
     plain(
         "MXFP4 weights",
         "--tp 1",
-        "no kernel for decode steps",
         "does not read Quark MXFP4 weights",
         declared={"quantization": "quark"},
     ),
     plain(
         "AITER weight layout",
         "--tp 1",
-        "no kernel for decode steps",
         "that AITER has shuffled",
         environment={"SGLANG_USE_AITER": "1"},
     ),
     plain(
         "auxiliary hidden states",
         "--tp 1 --enable-return-aux-hidden-states --speculative-algorithm EAGLE3",
-        "no kernel for decode steps",
         "does not return hidden states of inner layers",
     ),
 )

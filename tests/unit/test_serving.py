@@ -59,10 +59,10 @@ def test_served_steps(published: Path, arguments: tuple[str, ...], steps: launch
     assert verdict.steps == steps
 
 
-def test_until_the_kernels_exist_every_server_is_told_so(published: Path) -> None:
+def test_until_its_kernels_exist_a_drafting_server_is_told_so(published: Path) -> None:
     verdict = judged(published, (*SEED, *MONOKERNEL))
     assert not verdict.runs
-    assert "no kernel for decode steps" in verdict.reasons[0]
+    assert "no kernel for verify steps" in verdict.reasons[0]
     assert verdict.steps is not None
 
 

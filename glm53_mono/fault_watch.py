@@ -1,0 +1,132 @@
+"""The host's side of a launch's record: a thread that prints a fault as it happens, and the counts at intervals.
+
+It reads mapped host memory alone. After a fault no call to the device returns, so this thread must make none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from glm53_mono.kernels import sync
+from glm53_mono.program.phase import Phase
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+"""Seconds between two looks at the record. The process ends soon after a fault, so the line must come first."""
+
+REPORT_S = 60.0
+"""Seconds between two lines of counts, as long as they change."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wait whose deadline passed.
+
+    Attributes:
+        program: of the launch's grid, the one that waited.
+        phase: the phase it was about to start.
+        expected: arrivals that it waited for, of all phases before.
+        seen: arrivals that had come.
+    """
+
+    program: int
+    phase: int
+    expected: int
+    seen: int
+
+
+class HostRecord:
+    """Reads what launches write to mapped host memory.
+
+    Args:
+        record: int32 [sync.HOST_WORDS], pinned where a GPU writes it.
+    """
+
+    def __init__(self, record: torch.Tensor) -> None:
+        self._tensor = record
+        self._words = record.numpy()
+        self._served = self._words[sync.SERVED.value : sync.SERVED.value + 2].view(np.int64)
+
+    def fault(self) -> Fault | None:
+        """The fault that a launch has recorded, if one has."""
+        words = self._words
+        if not words[sync.FAULT_FLAG.value]:
+            return None
+        return Fault(
+            program=int(words[sync.FAULT_PROGRAM.value]),
+            phase=int(words[sync.FAULT_PHASE.value]),
+            expected=int(words[sync.FAULT_EXPECTED.value]),
+            seen=int(words[sync.FAULT_SEEN.value]),
+        )
+
+    def served(self) -> int:
+        """Launches that have completed, replays of captured graphs and SGLang's warm-up runs included."""
+        return int(self._served[0])
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._tensor.zero_()
+
+
+class Watch:
+    """The thread. It ends with the process, or by `stop`.
+
+    Args:
+        record: what it looks at.
+        phases: gives a fault's phase its name.
+        rank: of this process among those that share the model.
+        deadline_s: seconds that a wait may last.
+        counts: the line of counts.
+    """
+
+    def __init__(
+        self, record: HostRecord, phases: Sequence[Phase], rank: int, deadline_s: float, counts: Callable[[], str]
+    ) -> None:
+        self._record = record
+        self._names = [(phase.kind.name, phase.layer) for phase in phases]
+        self._rank = rank
+        self._deadline_s = deadline_s
+        self._counts = counts
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="glm53_mono watch", daemon=True)
+
+    def start(self) -> None:
+        """Starts looking."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and waits for it."""
+        self._stopped.set()
+        self._thread.join()
+
+    def sentence(self, fault: Fault) -> str:
+        """What a fault means."""
+        kind, layer = self._names[fault.phase]
+        missing = fault.expected - fault.seen
+        return (
+            f"glm53_mono: rank {self._rank}, program {fault.program} waited {self._deadline_s:g} s before phase "
+            f"{fault.phase} ({kind} of layer {layer}): {fault.seen} of {fault.expected} arrivals, {missing} missing; "
+            "it now faults the GPU at address 0"
+        )
+
+    def _run(self) -> None:
+        reported, due = self._counts(), time.monotonic() + REPORT_S
+        while not self._stopped.wait(POLL_S):
+            fault = self._record.fault()
+            if fault is not None:
+                logger.critical("%s", self.sentence(fault))
+                return
+            if time.monotonic() >= due:
+                due += REPORT_S
+                counts = self._counts()
+                if counts != reported:
+                    reported = counts
+                    logger.info("glm53_mono: rank %d: %s", self._rank, counts)

@@ -1,0 +1,208 @@
+"""The built object: it runs SGLang's routed steps as launches of the monokernel.
+
+`build` runs after the weights are loaded and before the KV pools exist; it takes all the memory a launch needs,
+compiles the kernel and loads it. The first step, which SGLang runs before it captures any graph, fills in where the
+pools are. After that `forward` only hands over addresses: a captured step is one kernel node and what SGLang's
+LogitsProcessor adds.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, empty_step
+from glm53_mono.counters import Fallbacks, shown
+from glm53_mono.fault_watch import HostRecord, Watch
+from glm53_mono.geometry import Geometry
+from glm53_mono.program.launch import Launch, Variant
+from glm53_mono.program.pools import Pools
+from glm53_mono.program.step import step_phases
+from glm53_mono.program.tiling import TILINGS
+from glm53_mono.upstream import model as upstream
+from glm53_mono.upstream.hooks import watch_steps
+from glm53_mono.upstream.monokernel import BuildContext, Plan
+from glm53_mono.upstream.running import ServedStep, index_keys_are_tiled, longest_context, served_step
+from glm53_mono.upstream.step import Backends, attention_backends, has_embeds, step_inputs
+from glm53_mono.upstream.tensors import UpstreamError
+from glm53_mono.weights.model import StepWeights
+from glm53_mono.weights.sglang import from_sglang
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = {"sm_90": "cuda", "gfx950": "hip", "interp": "interp"}
+"""The kernel's backend by ISA; `interp` is Triton's interpreter on the CPU, a phase a launch."""
+
+HEADROOM_PAGES = 2
+"""Pages beyond the longest context: SGLang's table of slots has some room more (allocation_sizing.py:96-116)."""
+
+EMBEDS = "input embeddings"
+
+
+def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
+    """Builds what runs the routed steps of a server.
+
+    Args:
+        model: SGLang's loaded `Glm5NextForConditionalGeneration`, its own forward still in place.
+        hf_config: its HF config.
+        context: the device's ISA, the widths that SGLang will route, and the deadline of a wait.
+
+    Raises:
+        UpstreamError, WeightError: a weight that the kernels cannot read.
+    """
+    rank, ranks = upstream.tensor_parallel_rank()
+    geometry = Geometry.from_config(hf_config, ranks)
+    weights = from_sglang(model, geometry)
+    step = served_step()
+    launch = Launch.prepare(
+        geometry,
+        TILINGS[context.isa],
+        Variant(
+            verify=step.mode == "target_verify",
+            index_tiled=index_keys_are_tiled(),
+            shared_fused=weights.shared_is_fused,
+            backend=BACKENDS[context.isa],
+        ),
+        step_phases(geometry, weights, Pools.missing(geometry)),
+        max_tokens=longest_context(hf_config) + HEADROOM_PAGES * geometry.page_tokens,
+        deadline_s=context.deadline_s,
+        device=weights.norm.device,
+    )
+    runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank)
+    runtime.start()
+    return runtime
+
+
+class Runtime:
+    """Runs routed steps, and tells how many; made by `build`."""
+
+    def __init__(
+        self,
+        model: Any,
+        weights: StepWeights,
+        launch: Launch,
+        step: ServedStep,
+        fallbacks: Fallbacks,
+        rank: int,
+    ) -> None:
+        self._model = model
+        # SGLang puts our forward in the place of this one after the build: calling model.forward would come back here
+        self._original_forward = model.forward
+        self._weights = weights
+        self._launch = launch
+        self._step = step
+        self._fallbacks = fallbacks
+        self._rank = rank
+        self._unused = Unused.on(launch.buffer.device)
+        self._record = HostRecord(launch.host_record)
+        self._watch = Watch(self._record, launch.phases, rank, launch.deadline_s, self._counts)
+        self._bound: tuple[Backends, Pools] | None = None
+
+    def start(self) -> None:
+        """Compiles and loads the kernel, then starts to watch and to count."""
+        self._warm_up()
+        if not watch_steps(self._fallbacks.see):
+            logger.warning(
+                "glm53_mono: another plugin hooks the runners' forward, so steps that fall back go uncounted"
+            )
+        self._watch.start()
+        launch = self._launch
+        logger.info(
+            "glm53_mono: active (rank %d, %s, %s steps x %d tokens, %d phases, %d programs x %d warps, "
+            "workspace %.1f MiB for contexts of %d tokens, shared expert %s, index keys %s)",
+            self._rank,
+            launch.variant.backend,
+            self._step.mode,
+            self._step.tokens_per_request,
+            len(launch.phases),
+            launch.tiling.programs,
+            launch.tiling.warps,
+            launch.buffer.numel() / 2**20,
+            launch.workspace.max_pools * launch.geometry.pool,
+            "fused" if launch.variant.shared_fused else "separate",
+            "tiled" if launch.variant.index_tiled else "linear",
+        )
+
+    @torch.no_grad()
+    def forward(
+        self,
+        plan: Plan,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:
+        """Runs a routed step in place of the model's forward: same arguments after `plan`, same result.
+
+        Raises:
+            UpstreamError: the step is not what was built for, or SGLang holds something that it cannot read.
+        """
+        if has_embeds(forward_batch, input_embeds):
+            self._fallbacks.count(EMBEDS)
+            return self._original_forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+        if upstream.hands_out_hidden_states(self._model):
+            raise UpstreamError(
+                "the model must hand out hidden states of inner layers, which a step does not produce: serve without "
+                "--enable-return-aux-hidden-states"
+            )
+        key = plan.key
+        if (key.forward_mode, key.tokens_per_request) != (self._step.mode, self._step.tokens_per_request):
+            raise UpstreamError(
+                f"a {key.forward_mode} step of {key.tokens_per_request} tokens a request was routed to a launch of "
+                f"{self._step.mode} steps of {self._step.tokens_per_request}"
+            )
+        backends = attention_backends()
+        pools = self._bind(backends)
+        tensors, sizes = bind_step(step_inputs(forward_batch, backends), self._unused, pools.ring_length)
+        # a tensor of this forward's own: SGLang may still read the last one's when the next launch runs
+        hidden = torch.empty((sizes.rows, self._launch.geometry.hidden), dtype=torch.bfloat16, device=input_ids.device)
+        if self._launch.variant.backend == "interp":
+            self._launch.run_by_phase(tensors, sizes, hidden)
+        else:
+            self._launch.run(tensors, sizes, hidden)
+        return upstream.logits(self._model, input_ids, hidden, forward_batch)
+
+    def served(self) -> int:
+        """Launches that have completed on the device, replays of graphs and SGLang's warm-up runs included."""
+        return self._record.served()
+
+    def fallbacks(self) -> dict[str, int]:
+        """Steps that SGLang's forward ran, by reason."""
+        return self._fallbacks.by_reason()
+
+    def close(self) -> None:
+        """Ends the watching thread."""
+        self._watch.stop()
+
+    def _counts(self) -> str:
+        return shown(self.served(), self.fallbacks())
+
+    def _warm_up(self) -> None:
+        """Runs no phase once, so that the kernel is compiled, loaded and known to fit before SGLang captures graphs."""
+        tensors, sizes = empty_step(self._unused)
+        hidden = torch.empty((1, self._launch.geometry.hidden), dtype=torch.bfloat16, device=self._launch.buffer.device)
+        self._launch.run(tensors, sizes, hidden, 0, 0)
+        if hidden.is_cuda:
+            torch.cuda.synchronize(hidden.device)
+        self._launch.view("words").zero_()
+        self._record.clear()
+
+    def _bind(self, backends: Backends) -> Pools:
+        """Fills in the addresses of the pools at the first step; later only checks that they are the same."""
+        if self._bound is not None:
+            bound, pools = self._bound
+            if bound.request_pool is not backends.request_pool or bound.token_pool is not backends.token_pool:
+                raise UpstreamError("SGLang's caches are not those of the first step, whose addresses launches keep")
+            return pools
+        device = self._launch.buffer.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UpstreamError("the first routed step is under graph capture, where the caches cannot be bound")
+        geometry = self._launch.geometry
+        pools = bind_pools(backends, geometry, self._step)
+        check_context(backends, self._launch.workspace, geometry)
+        self._launch.bind(step_phases(geometry, self._weights, pools))
+        self._bound = backends, pools
+        return pools

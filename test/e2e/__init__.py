@@ -1,0 +1,1 @@
+"""A real SGLang server with the monokernel, against the same server without it."""

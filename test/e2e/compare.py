@@ -1,0 +1,100 @@
+"""How far one arm's hidden states and tokens are from another's, near-ties counted apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from test.e2e.server import Answer
+
+FLIP = 5.0
+"""A row so many times further away than the median row has taken another expert or pool at a near-tie of its scores:
+one of eight experts moves an output at once, rounding differences do so by degrees."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Distances of one request's rows, relative to each row's length.
+
+    Attributes:
+        distances: [rows], in logits.
+        overall: relative RMSE over the rows that are no flips.
+        flips: rows that are.
+    """
+
+    distances: torch.Tensor
+    overall: float
+    flips: int
+
+    @property
+    def median(self) -> float:
+        """Of all rows."""
+        return self.distances.median().item()
+
+    @property
+    def growth(self) -> float:
+        """Median of the last quarter over that of the first."""
+        quarter = max(1, len(self.distances) // 4)
+        return (self.distances[-quarter:].median() / self.distances[:quarter].median()).item()
+
+
+def decoded(answer: Answer) -> torch.Tensor:
+    """Hidden states of the decode steps, [steps, hidden] fp32; the prompt's are left out."""
+    rows = [row for row in answer.hidden if not isinstance(row[0], list)]
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def compare(found: Answer, expected: Answer, head: torch.Tensor) -> Rows:
+    """Compare two arms' logits, computed from their hidden states.
+
+    Args:
+        head: [vocab, hidden] fp32 on the device that multiplies.
+
+    Raises:
+        ValueError: another number of rows.
+    """
+    own, other = (decoded(answer).to(head.device) for answer in (found, expected))
+    if own.shape != other.shape or not len(own):
+        raise ValueError(f"hidden states {tuple(own.shape)} are compared with {tuple(other.shape)}")
+    return compare_rows(own @ head.T, other @ head.T)
+
+
+def compare_rows(found: torch.Tensor, expected: torch.Tensor) -> Rows:
+    """The same for [rows, width] values."""
+    errors, lengths = (found - expected).norm(dim=1), expected.norm(dim=1)
+    distances = errors / lengths
+    steady = distances <= FLIP * distances.median()
+    overall = (errors[steady].norm() / lengths[steady].norm()).item()
+    return Rows(distances.cpu(), overall, int((~steady).sum()))
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Two greedy continuations.
+
+    Attributes:
+        same: tokens until they differ, or all.
+        gap: log-probability by which the expected arm preferred its token where they differ; None if they do not.
+        logprob_error: largest difference of the common tokens' log-probabilities.
+    """
+
+    same: int
+    gap: float | None
+    logprob_error: float
+
+
+def compare_greedy(found: Answer, expected: Answer) -> Continuation:
+    """Compare two continuations of one prompt up to their first difference."""
+    same = _common(found.tokens, expected.tokens)
+    gap = expected.top_gaps[same] if same < len(expected.tokens) else None
+    pairs = zip(found.logprobs[:same], expected.logprobs[:same], strict=True)
+    return Continuation(same, gap, max((abs(a - b) for a, b in pairs), default=0.0))
+
+
+def _common(found: Sequence[int], expected: Sequence[int]) -> int:
+    for place, (own, other) in enumerate(zip(found, expected, strict=True)):
+        if own != other:
+            return place
+    return len(expected)

@@ -1,0 +1,94 @@
+"""The arms of the server tests: each is started once a session, runs the plan, and ends before the next one starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from test.e2e import scenario
+from test.e2e.scenario import Plan, Results
+from test.e2e.server import MONOKERNEL, running
+
+LAYERS, EXPERTS = 8, 16
+
+ARMS = {
+    "every size captured": (*MONOKERNEL,),
+    "padded rows": (*MONOKERNEL, "--cuda-graph-bs-decode", "4", "8"),
+    "no graphs": (*MONOKERNEL, "--disable-cuda-graph"),
+}
+"""Arguments of the arms that run the kernel."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint to serve.
+
+    Attributes:
+        folder: where it is.
+        real: whether it was named by GLM53_MONO_MODEL; else its weights are random.
+        head: [vocab, hidden] fp32 on the GPU.
+    """
+
+    folder: Path
+    real: bool
+    head: torch.Tensor
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that its head knows."""
+        return self.head.shape[0]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Model:
+    """The model of GLM53_MONO_MODEL, or a synthetic one of 8 layers at the real widths (8 GB)."""
+    named = os.environ.get("GLM53_MONO_MODEL")
+    folder = Path(named) if named else tmp_path_factory.mktemp("model") / "synthetic"
+    if not named:
+        command = [sys.executable, "-c", "from glm53_mono.cli.main import app; app()", "checkpoint", str(folder)]
+        sizes = ["--layers", str(LAYERS), "--experts", str(EXPERTS), "--device", "cuda"]
+        subprocess.run([*command, *sizes, "--seed", str(pytestconfig.option.seed)], check=True)
+    return Model(folder, named is not None, _head(folder))
+
+
+@pytest.fixture(scope="session")
+def plan(model: Model, pytestconfig: pytest.Config) -> Plan:
+    """The requests that every arm answers."""
+    return scenario.draw(pytestconfig.option.seed, model.vocab)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the servers' logs are."""
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def off(model: Model, plan: Plan, logs: Path) -> Results:
+    """What SGLang's own forward answers."""
+    with running(model.folder, logs / "off.log") as server:
+        return scenario.run(server, plan)
+
+
+@pytest.fixture(scope="session", params=ARMS)
+def on(request: pytest.FixtureRequest, off: Results, model: Model, plan: Plan, logs: Path) -> Results:
+    """What the kernel answers, an arm at a time."""
+    log_file = logs / f"{request.param.replace(' ', '-')}.log"
+    with running(model.folder, log_file, *ARMS[request.param]) as server:
+        return scenario.run(server, plan)
+
+
+def _head(folder: Path) -> torch.Tensor:
+    from safetensors import safe_open
+
+    weights = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    (name,) = (name for name in weights if name.endswith("lm_head.weight"))
+    with safe_open(folder / weights[name], "pt", device="cuda") as file:
+        return file.get_tensor(name).float()

@@ -1,0 +1,87 @@
+"""What every arm does: the same random requests, whose tokens are forced where hidden states are compared."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from test.e2e.server import Answer, Generation, Server
+
+FORCED_STEPS = 256
+"""Steps over which a difference would have to grow if it grew."""
+
+LENGTHS = (1, 5, 250, 2000)
+"""Prompt tokens: the start, a page's end and the border of selection (2,052) are crossed while decoding."""
+
+TRACK_INTERVAL = 256
+"""Tokens between two states that SGLang keeps for the prefix cache (--mamba-track-interval)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The requests of a run.
+
+    Attributes:
+        forced: prompts of `LENGTHS` with the tokens that follow; run together.
+        greedy: prompts whose continuation is the model's own.
+        turns: a session: each turn's new prompt tokens and its forced answer.
+    """
+
+    forced: tuple[Generation, ...]
+    greedy: tuple[Generation, ...]
+    turns: tuple[tuple[list[int], list[int]], ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one arm answered.
+
+    Attributes:
+        together: `Plan.forced` in one batch.
+        alone: the same, one at a time.
+        greedy: `Plan.greedy` in one batch.
+        turns: the session's turns, all but the first with their history before them.
+        last: the first forced request again, with the last hidden state only.
+        log: what the server had printed.
+    """
+
+    together: list[Answer]
+    alone: list[Answer]
+    greedy: list[Answer]
+    turns: list[Answer]
+    last: Answer
+    log: str
+
+
+def draw(seed: int, vocab: int) -> Plan:
+    """Fresh random requests."""
+    source = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [source.randrange(16, vocab) for _ in range(count)]
+
+    # The first answer crosses two track boundaries: the second turn starts from a state that a decode step has kept.
+    answers = (TRACK_INTERVAL + 150, TRACK_INTERVAL, 40, 40)
+    return Plan(
+        forced=tuple(Generation(tokens(n), FORCED_STEPS, tokens(FORCED_STEPS), hidden=True) for n in LENGTHS),
+        greedy=tuple(Generation(tokens(n), 128, logprobs=True) for n in (3, 40, 700)),
+        turns=tuple((tokens(200 if turn == 0 else 30), tokens(n)) for turn, n in enumerate(answers)),
+    )
+
+
+def run(server: Server, plan: Plan) -> Results:
+    """Run the plan on a server."""
+    for generation in plan.forced:
+        # Once without hidden states: those of a long prompt are a hundred megabytes, those of a cached one are not.
+        server.generate(Generation(generation.prompt, 1))
+    together = server.generate_together(plan.forced)
+    alone = [server.generate(generation) for generation in plan.forced]
+    greedy = server.generate_together(plan.greedy)
+    turns, history = [], []
+    for new, answer in plan.turns:
+        history += new
+        turns.append(server.generate(Generation(history, len(answer), answer, hidden=True)))
+        history += answer
+    first = plan.forced[0]
+    last = server.generate(Generation(first.prompt, first.tokens, first.forced, hidden="last"))
+    return Results(together, alone, greedy, turns, last, server.log)

@@ -1,0 +1,193 @@
+"""SGLang servers of the tests, and requests to them by token ids."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+START_S = 900.0
+"""Seconds until a server must answer; the first start on a machine compiles SGLang's kernels for minutes."""
+
+REQUEST_S = 600.0
+
+PLAIN = (
+    *("--trust-remote-code", "--skip-tokenizer-init", "--skip-server-warmup", "--tp", "1"),
+    *("--kv-cache-dtype", "bfloat16", "--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"),
+    *("--max-running-requests", "8", "--cuda-graph-max-bs-decode", "8", "--mem-fraction-static", "0.8"),
+    *("--mamba-radix-cache-strategy", "extra_buffer", "--context-length", "16384"),
+    *("--enable-return-hidden-states", "--enable-custom-logit-processor"),
+)
+"""Arguments that all arms share. Radix cache and overlapped scheduling are on, as users have them."""
+
+MONOKERNEL = ("--monokernel-backend", "amd")
+
+
+FORCED = json.dumps({"callable": b"cforced_tokens\nForced\n.".hex()})
+"""`forced_tokens.Forced` as a server takes it: a pickled reference (sampling/custom_logit_processor.py: from_str)."""
+
+
+class ServerError(RuntimeError):
+    """A server that did not start; the message ends with its last lines."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One request.
+
+    Attributes:
+        prompt: token ids.
+        tokens: to generate; no end-of-sequence token ends it sooner.
+        forced: the tokens to generate, whatever the logits say.
+        hidden: the hidden states to return: True for all, "last" for the last one.
+        logprobs: whether to return the log-probabilities of the chosen token and the two likeliest.
+    """
+
+    prompt: Sequence[int]
+    tokens: int
+    forced: Sequence[int] | None = None
+    hidden: bool | str = False
+    logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server returned.
+
+    Attributes:
+        tokens: generated ids.
+        cached: prompt tokens that came from the prefix cache.
+        hidden: hidden states as the server sent them.
+        logprobs: of each generated token, as chosen; empty if not asked for.
+        top_gaps: how far apart the two likeliest were at each token, in log-probability; empty likewise.
+    """
+
+    tokens: list[int]
+    cached: int
+    hidden: list[Any]
+    logprobs: list[float]
+    top_gaps: list[float]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers."""
+
+    url: str
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        """Everything it has printed."""
+        return self.log_file.read_text(errors="replace")
+
+    def generate(self, generation: Generation) -> Answer:
+        """Send one request and wait for its answer."""
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": generation.tokens, "ignore_eos": True}
+        body: dict[str, Any] = {"input_ids": list(generation.prompt), "sampling_params": sampling}
+        if generation.forced is not None:
+            sampling["custom_params"] = {"forced_tokens": list(generation.forced)}
+            body["custom_logit_processor"] = FORCED
+        if generation.hidden:
+            body["return_hidden_states"] = generation.hidden
+        if generation.logprobs:
+            body |= {"return_logprob": True, "top_logprobs_num": 2}
+        response = requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
+        if not response.ok:
+            raise ServerError(f"{response.status_code}: {response.text[:500]}")
+        return _answer(response.json())
+
+    def generate_together(self, generations: Sequence[Generation]) -> list[Answer]:
+        """Send requests at once; SGLang runs them in one batch as they come."""
+        with ThreadPoolExecutor(len(generations)) as pool:
+            return list(pool.map(self.generate, generations))
+
+
+@contextmanager
+def running(model: Path, log_file: Path, *arguments: str) -> Iterator[Server]:
+    """A server of `model`, until the end of the block.
+
+    Raises:
+        ServerError: it ended, or did not answer in `START_S`.
+    """
+    port = _free_port()
+    # not our folder itself: a server must find the plugin as it is installed
+    path = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+    with log_file.open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", *PLAIN, *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)},
+            cwd=log_file.parent,
+            start_new_session=True,
+        )
+    try:
+        server = Server(f"http://127.0.0.1:{port}", log_file)
+        _wait_until_it_answers(process, server)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _answer(reply: dict[str, Any]) -> Answer:
+    meta = reply["meta_info"]
+    tops = meta.get("output_top_logprobs") or []
+    return Answer(
+        tokens=reply["output_ids"],
+        cached=meta["cached_tokens"],
+        hidden=meta.get("hidden_states") or [],
+        logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or []],
+        top_gaps=[first[0] - second[0] for first, second, *_ in tops],
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], server: Server) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerError(f"the server ended with status {process.returncode}:\n{_last_lines(server)}")
+        try:
+            if requests.get(f"{server.url}/health", timeout=5).ok:
+                return
+        except requests.ConnectionError:
+            pass
+        time.sleep(1)
+    raise ServerError(f"the server does not answer after {START_S:g} s:\n{_last_lines(server)}")
+
+
+def _last_lines(server: Server) -> str:
+    return "\n".join(server.log.splitlines()[-30:])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and its workers, which share a process group of their own."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

@@ -1,0 +1,152 @@
+"""A real server with the monokernel against the same server without it, in every arm of `conftest.ARMS`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from glm53_mono.numerics import BOUNDS
+from test.e2e.compare import Rows, compare, compare_greedy, compare_rows, decoded
+from test.e2e.conftest import MONOKERNEL, Model
+from test.e2e.scenario import TRACK_INTERVAL, Plan, Results
+from test.e2e.server import Generation, Server, running
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+MOST_FLIPS = 0.05
+"""Share of rows that may have fallen the other way at a near-tie; SGLang's own two batch sizes are measured too."""
+
+OWN_NOISE = 1.5
+"""Times that the kernel may be further from SGLang than SGLang, in another batch size, is from itself."""
+
+NEAR_TIE = 0.05
+"""Log-probability between the two likeliest tokens below which either arm may be right."""
+
+GSM8K_FILE = "gsm8k_test.jsonl"
+"""A real model's folder may hold this file: one JSON object a line, with `question` and `answer`."""
+
+GSM8K_QUESTIONS = 200
+
+
+def assert_close(rows: Rows, own: Rows, name: str, most_flips: float = MOST_FLIPS) -> None:
+    """Within the bound of a few layers, or within SGLang's own noise where many layers make that larger."""
+    bound = max(BOUNDS["step", "logits"].rel, OWN_NOISE * own.overall)
+    said = (
+        f"{name}: relative RMSE {rows.overall:.2e} (SGLang against itself {own.overall:.2e}), "
+        f"{rows.flips} near-ties in {len(rows.distances)} rows ({own.flips}), growth {rows.growth:.2f}"
+    )
+    print(said)
+    assert rows.overall <= bound, said
+    assert rows.flips <= max(most_flips * len(rows.distances), 2 * own.flips), said
+
+
+class TestMonokernelDecode:
+    """Decode steps of 1 to 8 rows."""
+
+    def test_the_kernel_served_the_steps(self, on: Results, off: Results) -> None:
+        assert "glm53_mono: active (rank 0" in on.log
+        assert "glm53_mono" not in off.log.replace("glm53_mono.plugin", "")
+        assert "glm53_mono: rank 0, program" not in on.log
+        counts = re.findall(r"glm53_mono: rank 0: (\d+) launches served", on.log)
+        if counts:
+            assert int(counts[-1]) > 0
+
+    def test_tokens_were_forced(self, on: Results, off: Results, plan: Plan) -> None:
+        for arm in (on, off):
+            for answers in (arm.together, arm.alone):
+                assert [answer.tokens for answer in answers] == [list(each.forced) for each in plan.forced]
+
+    @pytest.mark.parametrize("batch", ["together", "alone"])
+    def test_logits_agree(self, on: Results, off: Results, model: Model, batch: str) -> None:
+        for request, expected in enumerate(getattr(off, batch)):
+            rows = compare(getattr(on, batch)[request], expected, model.head)
+            own = compare(off.alone[request], off.together[request], model.head)
+            assert_close(rows, own, f"request {request} {batch}")
+            assert rows.growth <= max(2.0, OWN_NOISE * own.growth)
+
+    def test_other_rows_do_not_agree(self, on: Results, off: Results, model: Model) -> None:
+        """Negative control: the comparison sees a row that is one step off."""
+        own, other = (decoded(arm.together[2]).to(model.head.device) @ model.head.T for arm in (on, off))
+        assert compare_rows(own[1:], other[:-1]).overall > 10 * BOUNDS["step", "logits"].rel
+
+    def test_greedy_outputs_agree(self, on: Results, off: Results) -> None:
+        for found, expected in zip(on.greedy, off.greedy, strict=True):
+            continuation = compare_greedy(found, expected)
+            print(continuation)
+            assert continuation.gap is None or continuation.gap <= NEAR_TIE
+            assert continuation.logprob_error <= 10 * BOUNDS["step", "logits"].rel
+
+    def test_sessions_go_on_from_states_that_decode_steps_have_kept(
+        self, on: Results, off: Results, plan: Plan, model: Model
+    ) -> None:
+        first_prompt, first_answer = plan.turns[0]
+        for turn, (found, expected) in enumerate(zip(on.turns, off.turns, strict=True)):
+            assert found.cached == expected.cached
+            if turn == 1:
+                # more than the first prompt is cached only if its answer's steps saved their states
+                assert found.cached >= (len(first_prompt) + len(first_answer)) // TRACK_INTERVAL * TRACK_INTERVAL
+            rows = compare(found, expected, model.head)
+            own = compare(off.alone[2], off.together[2], model.head)
+            assert_close(rows, own, f"turn {turn}, {found.cached} tokens cached")
+
+    def test_gsm8k_is_as_right_as_without(self, model: Model, logs: Path) -> None:
+        questions = model.folder / GSM8K_FILE
+        if not model.real:
+            pytest.skip("random weights answer no question: set GLM53_MONO_MODEL to a real model")
+        if not questions.exists():
+            pytest.skip(f"{questions} is not there")
+        right = {}
+        for arm, arguments in (("off", ()), ("on", MONOKERNEL)):
+            with running(model.folder, logs / f"gsm8k-{arm}.log", *arguments) as server:
+                right[arm] = gsm8k(server, questions, model)
+        print(f"GSM8K of {GSM8K_QUESTIONS}: {right}")
+        # two standard deviations of the difference of two such scores
+        assert right["on"] >= right["off"] - 2 * (2 * 0.25 * GSM8K_QUESTIONS) ** 0.5
+
+
+class TestMonokernelHiddenStates:
+    """Hidden states that a request asks for, in the modes full and last."""
+
+    def test_one_row_a_step(self, on: Results, off: Results, plan: Plan, model: Model) -> None:
+        for request, generation in enumerate(plan.forced):
+            states = decoded(on.together[request])
+            assert states.shape == decoded(off.together[request]).shape
+            assert states.shape == (generation.tokens - 1, model.head.shape[1])
+
+    def test_they_are_as_close_as_the_logits(self, on: Results, off: Results) -> None:
+        for request, expected in enumerate(off.together):
+            rows = compare_rows(decoded(on.together[request]), decoded(expected))
+            own = compare_rows(decoded(off.alone[request]), decoded(expected))
+            assert rows.overall <= max(BOUNDS["step", "hidden"].rel, OWN_NOISE * own.overall)
+
+    def test_the_last_one_is_the_last_of_all(self, on: Results) -> None:
+        (last,) = decoded(on.last)
+        rows = compare_rows(last[None], decoded(on.alone[0])[-1:])
+        assert rows.overall <= BOUNDS["step", "hidden"].rel
+
+
+def gsm8k(server: Server, questions: Path, model: Model) -> int:
+    """Right answers of a five-shot run, eight questions at a time."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=True)
+    lines = [json.loads(line) for line in questions.read_text().splitlines()]
+    shots = "".join(f"Question: {line['question']}\nAnswer: {line['answer']}\n\n" for line in lines[:5])
+    asked = lines[5 : 5 + GSM8K_QUESTIONS]
+    right = 0
+    for first in range(0, len(asked), 8):
+        batch = asked[first : first + 8]
+        prompts = [tokenizer(f"{shots}Question: {line['question']}\nAnswer:")["input_ids"] for line in batch]
+        answers = server.generate_together([Generation(prompt, 256) for prompt in prompts])
+        for line, answer in zip(batch, answers, strict=True):
+            said = tokenizer.decode(answer.tokens).split("Question:")[0]
+            right += _last_number(said) == _last_number(line["answer"])
+    return right
+
+
+def _last_number(text: str) -> float | None:
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
