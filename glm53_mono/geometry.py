@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 FP8_BLOCK = 128
@@ -14,6 +14,9 @@ MAX_ROWS = 8
 
 TP_SIZES = (1, 2, 4, 8)
 """Ranks that may share the model."""
+
+MOST_LAYERS, MOST_EXPERTS = 1024, 4096
+"""Far beyond any such model: lists as long as a mistyped number would fill the memory before anything is refused."""
 
 VOCAB_PADDING = 64
 """SGLang pads the vocabulary to a multiple of this before it shards it (vocab_parallel_embedding.py:48)."""
@@ -118,13 +121,14 @@ class Geometry:
             reasons.append(f"tp_size {tp_size!r} is not one of {', '.join(map(str, TP_SIZES))}")
         sizes = _Sizes(text, tp_size if tp_size in TP_SIZES else 1, reasons)
         linear = _field(text, "linear_attn_config") or {}
-        layers = sizes.whole("num_hidden_layers")
+        layers = sizes.whole("num_hidden_layers", most=MOST_LAYERS)
         kda = tuple(sorted(linear.get("kda_layers") or ()))
         dsa = tuple(i for i in range(layers) if i not in kda)
-        if kda and (kda[-1] >= layers or kda[0] < 0):
+        counted = "num_hidden_layers" not in sizes.refused
+        if counted and kda and (kda[-1] >= layers or kda[0] < 0):
             reasons.append(f"linear_attn_config.kda_layers {list(kda)} names layers outside 0..{layers - 1}")
         listed = linear.get("full_attn_layers")
-        if listed is not None and tuple(sorted(listed)) != dsa:
+        if counted and listed is not None and tuple(sorted(listed)) != dsa:
             found = f"linear_attn_config.full_attn_layers {sorted(listed)}"
             reasons.append(f"{found} is not the rest of the layers {list(dsa)}")
         geometry = cls(
@@ -141,13 +145,13 @@ class Geometry:
             latent=sizes.whole("kv_lora_rank", multiple=128),
             index_heads=sizes.whole("index_n_heads"),
             index_topk=sizes.whole("index_topk", multiple=STRUCTURE["index_kpool"]),
-            experts=sizes.whole("n_routed_experts"),
+            experts=sizes.whole("n_routed_experts", most=MOST_EXPERTS),
             experts_per_token=sizes.whole("num_experts_per_tok"),
             routed_scale=_field(text, "routed_scaling_factor"),
             expert_width=sizes.shard("moe_intermediate_size", _field(text, "moe_intermediate_size"), multiple=32),
             dense_width=sizes.shard("intermediate_size", _field(text, "intermediate_size"), multiple=32),
         )
-        if geometry.experts_per_token > geometry.experts:
+        if geometry.experts_per_token > geometry.experts and "n_routed_experts" not in sizes.refused:
             found = f"num_experts_per_tok {geometry.experts_per_token}"
             reasons.append(f"{found} is more than n_routed_experts {geometry.experts}")
         if not isinstance(geometry.routed_scale, int | float) or not geometry.routed_scale > 0:
@@ -256,9 +260,16 @@ class _Sizes:
     text: Any
     tp_size: int
     reasons: list[str]
+    refused: set[str] = field(default_factory=set)
+    """Names of the sizes that are wrong; what stands in for them means nothing."""
 
-    def whole(self, name: str, *, multiple: int = 1, least: int = 1) -> int:
-        return self._checked(name, _field(self.text, name), multiple, least)
+    def whole(self, name: str, *, multiple: int = 1, least: int = 1, most: int | None = None) -> int:
+        value = self._checked(name, _field(self.text, name), multiple, least)
+        if most is None or value <= most:
+            return value
+        self.reasons.append(f"{name} {value} is more than {most}")
+        self.refused.add(name)
+        return least
 
     def shard(self, name: str, total: Any, *, multiple: int = 1) -> int:
         return self._checked(name, total, multiple * self.tp_size, 1) // self.tp_size
@@ -266,9 +277,11 @@ class _Sizes:
     def _checked(self, name: str, value: Any, multiple: int, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.reasons.append(f"{name} {value!r} is not a whole number of at least {least}")
+            self.refused.add(name)
             return multiple
         if value % multiple:
             at_tp = f" at tp_size {self.tp_size}" if self.tp_size > 1 else ""
             self.reasons.append(f"{name} {value} is not a multiple of {multiple}{at_tp}")
+            self.refused.add(name)
             return multiple
         return value

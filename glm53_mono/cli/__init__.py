@@ -1,0 +1,1 @@
+"""The `glm53-mono` command: one file a sub-command."""

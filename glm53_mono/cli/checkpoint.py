@@ -173,8 +173,6 @@ def checkpoint(
 
 
 def _requested_config(layers: int, experts: int, scale: ScaleName, mtp: bool, seed: int, device: str) -> dict[str, Any]:
-    if layers < 1:
-        raise CheckpointError(f"--layers {layers} is less than 1")
     if seed < 0:
         raise CheckpointError(f"--seed {seed} is less than 0")
     if find_spec("torch") is None:

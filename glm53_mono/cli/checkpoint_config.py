@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from glm53_mono.cli.tokenizer import EOS_TOKENS, PAD_TOKEN, special_token_id
-from glm53_mono.geometry import LINEAR_STRUCTURE, STRUCTURE, Geometry
+from glm53_mono.geometry import LINEAR_STRUCTURE, MOST_EXPERTS, MOST_LAYERS, STRUCTURE, Geometry
 from glm53_mono.plugin import ARCHITECTURE
 
 DSA_PERIOD = 4
@@ -82,12 +82,16 @@ def model_config(
     `language_model_only` keeps it from ever running.
 
     Raises:
-        ConfigError: a scale that does not exist, or an MTP layer on top of a single layer.
+        ConfigError: a scale that does not exist, no layers or experts or far too many, or an MTP layer on top of a
+            single layer.
         glm53_mono.geometry.GeometryError: sizes that the model cannot have, each named.
     """
     sizes = SCALES.get(scale) if isinstance(scale, str) else scale
     if sizes is None:
         raise ConfigError(f"scale {scale!r} is not one of {', '.join(SCALES)}")
+    for name, count, most in (("layers", layers, MOST_LAYERS), ("experts", experts, MOST_EXPERTS)):
+        if not 1 <= count <= most:
+            raise ConfigError(f"{name} {count} is not from 1 to {most}")
     if mtp and layers == 1:
         # SGLang looks for the MTP layer of such a model at index 0 (models/glm5_next.py:1685).
         raise ConfigError("layers 1 cannot have an MTP layer on top: use at least 2")

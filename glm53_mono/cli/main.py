@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -28,8 +28,24 @@ COMMANDS = {
 """Every sub-command, in the order of the help page."""
 
 
+_UsageError = typer.BadParameter.__bases__[0]
+"""Click's error for bad arguments: newer typer brings a click of its own and exports only this subclass."""
+
+
 class LazyGroup(TyperGroup):
     """A command group that imports a sub-command's module only to run it or to describe it."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
+        """Run a command line; bad arguments get one line on stderr and exit status 2, where click prints its usage."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **settings)
+        try:
+            status = super().main(*args, standalone_mode=False, **settings)
+        except _UsageError as error:
+            _refuse(error)
+        except typer.Abort:
+            sys.exit(1)
+        sys.exit(status or 0)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names on the help page."""
@@ -65,6 +81,17 @@ def main(
     ] = False,
 ) -> None:
     """GLM-5.3-Flash decode and verify steps as one persistent kernel: an SGLang plugin."""
+
+
+def _refuse(error: Any) -> NoReturn:
+    said = error.format_message()
+    if "\n" in said:
+        # No arguments at all: the message is the help page.
+        error.show()
+    else:
+        path = error.ctx.command_path
+        print(f"{path}: {said.rstrip('.')}; see `{path} --help`", file=sys.stderr)
+    sys.exit(2)
 
 
 def _command(name: str, function: Callable[..., Any], **settings: Any) -> Any:

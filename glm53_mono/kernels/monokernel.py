@@ -94,7 +94,16 @@ class Step(NamedTuple):
     tokens: tl.tensor
 
 
-UNSPECIALIZED = (*StepTensors._fields, "rows", "tokens", "req_to_token_stride", "ring_length", "first", "last", "deadline")
+UNSPECIALIZED = (
+    *StepTensors._fields,
+    "rows",
+    "tokens",
+    "req_to_token_stride",
+    "ring_length",
+    "first",
+    "last",
+    "deadline",
+)
 """Arguments that must not choose a compiled kernel by their value, or by their alignment: another width would compile,
 and could differ in its bits. In a tuple Triton would look at them all the same, so they are arguments one by one.
 """

@@ -86,5 +86,7 @@ TILINGS = {
         select_pools=256,
     ),
 }
-"""Per ISA. `sm_90` was measured (docs/measurements.md). `gfx950` was compiled alone: with 8 warps it spills 182 registers,
-with 4 none, and its 72 KB of LDS fit. `interp` trades tiles for speed of the interpreter, which pays by the operation."""
+"""Per ISA. `sm_90` was measured (docs/measurements.md). `gfx950` was compiled alone: with 8 warps it spills 182
+registers, with 4 none, and its 72 KB of LDS fit. `interp` trades tiles for speed of the interpreter, which pays by the
+operation.
+"""

@@ -9,6 +9,15 @@ import pytest
 from tests.oracle.sglang_cpu import context
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _fresh_draws(pytestconfig: pytest.Config) -> Iterator[None]:
+    from tests.oracle.ops import Draw
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draw, "run_seed", pytestconfig.option.seed)
+        yield
+
+
 @pytest.fixture(scope="module")
 def sglang_ops() -> Iterator[None]:
     """SGLang's operations can be called: its Triton kernels are interpreted, and rounded as on a GPU."""

@@ -14,10 +14,13 @@ from glm53_mono.numerics import Distance, distance
 
 
 class Draw:
-    """Random tensors of one recorded seed."""
+    """Random tensors of the run's seed, which the header of the test run records, and a number of the test's own."""
 
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    run_seed = 0
+    """Set by the fixture `_fresh_draws` of this folder."""
+
+    def __init__(self, number: int) -> None:
+        self.generator = torch.Generator().manual_seed(self.run_seed + number)
 
     def fp32(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         return mean + std * torch.randn(*shape, generator=self.generator)

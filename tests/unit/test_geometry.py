@@ -195,6 +195,18 @@ def test_what_does_not_hang_together_is_refused(text: Any, expected: str) -> Non
     assert any(expected in reason for reason in refusal(text))
 
 
+@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**9), ("num_hidden_layers", None)])
+def test_nothing_follows_from_a_wrong_number_of_layers(name: str, value: Any) -> None:
+    (reason,) = refusal(text_config(**{name: value}))
+    assert reason.startswith(f"{name} {value} is ")
+
+
+@pytest.mark.parametrize("value", [10**9, -1])
+def test_nothing_follows_from_a_wrong_number_of_experts(value: int) -> None:
+    (reason,) = refusal(text_config(n_routed_experts=value))
+    assert reason.startswith(f"n_routed_experts {value} is ")
+
+
 def test_every_reason_is_given_at_once() -> None:
     reasons = refusal(text_config(hc_mult=2, hidden_act="gelu", hidden_size=100), 3)
     assert [reason.split()[0] for reason in reasons] == ["hc_mult", "hidden_act", "tp_size", "hidden_size"]

@@ -15,7 +15,6 @@ from glm53_mono.reference.step import commit, step
 from glm53_mono.reference.weights import ModelWeights
 from tests.unit.reference_serving import Request, Server, tiny_model
 
-SEED = 53
 STEPS = 300
 REQUESTS = 3
 DRAFT_TOKENS = 4
@@ -24,9 +23,9 @@ Commit = Callable[[Caches, StepInputs, Tensor], None]
 
 
 @pytest.fixture(scope="module")
-def model() -> tuple[ModelWeights, Geometry]:
+def model(pytestconfig: pytest.Config) -> tuple[ModelWeights, Geometry]:
     torch.set_num_threads(1)
-    return tiny_model(SEED)
+    return tiny_model(pytestconfig.option.seed)
 
 
 class Comparison:
@@ -108,8 +107,8 @@ class Comparison:
 
 
 @pytest.mark.slow
-def test_random_steps_equal_a_token_by_token_run(model: tuple[ModelWeights, Geometry]) -> None:
-    comparison = Comparison(*model, seed=SEED)
+def test_random_steps_equal_a_token_by_token_run(model: tuple[ModelWeights, Geometry], seed: int) -> None:
+    comparison = Comparison(*model, seed=seed)
     for _ in range(STEPS):
         comparison.run_step(commit)
     assert min(request.committed for request in comparison.tested.requests) > 256, "every request crosses a page"
@@ -135,8 +134,8 @@ def _commit_by_slot(caches: Caches, inputs: StepInputs, accepted: Tensor) -> Non
 
 
 @pytest.mark.parametrize("seeded_bug", [_commit_one_draft_more, _commit_windows_alone, _commit_by_slot])
-def test_a_wrong_commit_is_seen(model: tuple[ModelWeights, Geometry], seeded_bug: Commit) -> None:
-    comparison = Comparison(*model, seed=SEED)
+def test_a_wrong_commit_is_seen(model: tuple[ModelWeights, Geometry], seed: int, seeded_bug: Commit) -> None:
+    comparison = Comparison(*model, seed=seed)
     with pytest.raises(AssertionError):
         for _ in range(20):
             comparison.run_step(seeded_bug)
