@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One process a core: the interpreter's kernels run on one thread. A file's tests share their set-up, so they stay together.
 JOBS ?= 2
+# Seed of the random inputs; a fresh one if not given.
+SEED ?=
 
 .PHONY: venv test lint format demo gpu-test clean
 
@@ -28,7 +30,7 @@ $(READY): $(DEPENDENCIES) pyproject.toml
 	touch $@
 
 test: $(READY)
-	$(PYTEST) -n $(JOBS) --dist loadfile
+	$(PYTEST) -n $(JOBS) --dist loadfile $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -120,16 +120,16 @@ class Geometry:
         if tp_size not in TP_SIZES:
             reasons.append(f"tp_size {tp_size!r} is not one of {', '.join(map(str, TP_SIZES))}")
         sizes = _Sizes(text, tp_size if tp_size in TP_SIZES else 1, reasons)
-        linear = _field(text, "linear_attn_config") or {}
+        linear = _linear(text)
         layers = sizes.whole("num_hidden_layers", most=MOST_LAYERS)
-        kda = tuple(sorted(linear.get("kda_layers") or ()))
+        kda = sizes.layer_list("kda_layers", linear) or ()
         dsa = tuple(i for i in range(layers) if i not in kda)
         counted = "num_hidden_layers" not in sizes.refused
         if counted and kda and (kda[-1] >= layers or kda[0] < 0):
             reasons.append(f"linear_attn_config.kda_layers {list(kda)} names layers outside 0..{layers - 1}")
-        listed = linear.get("full_attn_layers")
-        if counted and listed is not None and tuple(sorted(listed)) != dsa:
-            found = f"linear_attn_config.full_attn_layers {sorted(listed)}"
+        listed = sizes.layer_list("full_attn_layers", linear)
+        if counted and not sizes.refused & {"kda_layers", "full_attn_layers"} and listed not in (None, dsa):
+            found = f"linear_attn_config.full_attn_layers {list(listed)}"
             reasons.append(f"{found} is not the rest of the layers {list(dsa)}")
         geometry = cls(
             tp_size=tp_size,
@@ -224,22 +224,31 @@ def _field(text: Any, name: str) -> Any:
     return getattr(text, name, None)
 
 
+def _linear(text: Any) -> Mapping[str, Any]:
+    """`linear_attn_config`, empty where it is missing or no mapping."""
+    found = _field(text, "linear_attn_config")
+    return found if isinstance(found, Mapping) else {}
+
+
 def _structure_reasons(text: Any) -> list[str]:
     reasons = [
         f"{name} {_field(text, name)!r} is not {want!r}"
         for name, want in STRUCTURE.items()
         if not _same(_field(text, name), want)
     ]
-    linear = _field(text, "linear_attn_config")
+    linear = _linear(text)
     if not linear:
-        return [*reasons, f"linear_attn_config {linear!r} does not describe the KDA layers"]
+        found = _field(text, "linear_attn_config")
+        return [*reasons, f"linear_attn_config {found!r} does not describe the KDA layers"]
     reasons += [
         f"linear_attn_config.{name} {linear.get(name)!r} is not {want!r}"
         for name, want in LINEAR_STRUCTURE.items()
         if not _same(linear.get(name), want)
     ]
     kinds = _field(text, "indexer_types")
-    if kinds and any(kind != "full" for kind in kinds):
+    if kinds and not isinstance(kinds, list | tuple):
+        reasons.append(f"indexer_types {kinds!r} is not a list")
+    elif kinds and any(kind != "full" for kind in kinds):
         odd = sorted({str(kind) for kind in kinds if kind != "full"})
         reasons.append(f"indexer_types has {', '.join(odd)}, where every DSA layer must run its own indexer ('full')")
     scaling = _field(text, "rope_scaling")
@@ -270,6 +279,17 @@ class _Sizes:
         self.reasons.append(f"{name} {value} is more than {most}")
         self.refused.add(name)
         return least
+
+    def layer_list(self, name: str, linear: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Ascending layer numbers of a field of `linear_attn_config`; None where it is missing or refused."""
+        listed = linear.get(name)
+        if listed is None:
+            return None
+        if not isinstance(listed, list | tuple) or any(type(layer) is not int for layer in listed):
+            self.reasons.append(f"linear_attn_config.{name} {listed!r} is not a list of layer numbers")
+            self.refused.add(name)
+            return None
+        return tuple(sorted(set(listed)))
 
     def shard(self, name: str, total: Any, *, multiple: int = 1) -> int:
         return self._checked(name, total, multiple * self.tp_size, 1) // self.tp_size

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.reference import mla
-from tests.oracle.ops import Draw, SeededBug, assert_same_bits, assert_within, bug_cases
+from tests.oracle.ops import Draw, SeededBug, assert_same_roundings, assert_within, bug_cases
 
 pytestmark = pytest.mark.usefixtures("sglang_ops")
 
@@ -61,7 +61,7 @@ def compare_attention() -> None:
     c = case()
     found = sparse_mla_prefill(_padded(c.query), _padded(c.cache), c.slots, SCALE, GEOMETRY.latent)
     rounded, exact = c.reference(round_probabilities=True), c.reference(round_probabilities=False)
-    assert_same_bits("output of one block", rounded[2:], found[2:])
+    assert_same_roundings("output of one block", rounded[2:], found[2:], odd=5e-4)
     assert_within("output", rounded, found, rel=5e-4, max_abs=1e-2)
     assert_within("output, probabilities unrounded", exact, found, rel=2e-3, max_abs=4e-2)
 

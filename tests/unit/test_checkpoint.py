@@ -244,10 +244,12 @@ SMALL = ("--scale", "small")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("out", *SMALL, "--layers", 0), "--layers 0 is less than 1"),
-        (("out", *SMALL, "--layers", -3), "--layers -3 is less than 1"),
+        (("out", *SMALL, "--layers", 0), "layers 0 is not from 1 to 1024"),
+        (("out", *SMALL, "--layers", -3), "layers -3 is not from 1 to 1024"),
         (("out", *SMALL, "--experts", 1), "num_experts_per_tok 2 is more than n_routed_experts 1"),
-        (("out", *SMALL, "--experts", 0), "n_routed_experts 0 is not a whole number of at least 1"),
+        (("out", *SMALL, "--experts", 0), "experts 0 is not from 1 to 4096"),
+        (("out", *SMALL, "--layers", 10**6), "layers 1000000 is not from 1 to 1024"),
+        (("out", *SMALL, "--experts", 10**9), "experts 1000000000 is not from 1 to 4096"),
         (("out", "--experts", 7, "--layers", 4), "num_experts_per_tok 8 is more than n_routed_experts 7"),
         (("out", *SMALL, "--layers", 1, "--mtp"), "layers 1 cannot have an MTP layer on top"),
         (("out", *SMALL, "--seed", -1), "--seed -1 is less than 0"),

@@ -183,6 +183,10 @@ def test_other_numbers_of_ranks_are_refused(tp_size: int) -> None:
     [
         (text_config(linear_attn_config=None), "linear_attn_config None does not describe the KDA layers"),
         (with_linear(kda_layers=[0, 1, 2, 45], full_attn_layers=None), "names layers outside 0..44"),
+        (text_config(linear_attn_config=[0]), "linear_attn_config [0] does not describe the KDA layers"),
+        (with_linear(kda_layers=["0"]), "linear_attn_config.kda_layers ['0'] is not a list of layer numbers"),
+        (with_linear(full_attn_layers=3), "linear_attn_config.full_attn_layers 3 is not a list of layer numbers"),
+        (text_config(indexer_types=1), "indexer_types 1 is not a list"),
         (with_linear(full_attn_layers=[3]), "linear_attn_config.full_attn_layers [3] is not the rest of the layers"),
         (text_config(indexer_types=["full", "shared"]), "indexer_types has shared, where every DSA layer"),
         (text_config(rope_scaling={"mrope_section": [1, 2, 3]}), "rope_scaling.mrope_section [1, 2, 3] is not None"),
