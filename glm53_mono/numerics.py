@@ -51,8 +51,9 @@ BOUNDS: Mapping[tuple[str, str], Distance] = MappingProxyType(
         ("kda", "projection"): ONE_ROUNDING,
         # Windows keep the projection's output before the convolution.
         ("kda", "window"): ONE_ROUNDING,
-        # 3e-4 with a chunked scan on one side (MODEL_MATH 2.6), 1e-7 between two recurrences.
-        ("kda", "state"): Distance(rel=1e-3, max_abs=1e-2),
+        # 3e-4 with a chunked scan on one side (MODEL_MATH 2.6), 1e-7 between two recurrences; a value of the
+        # convolution that rounds the other way moves single entries by up to 1.6e-2.
+        ("kda", "state"): Distance(rel=1e-3, max_abs=1e-1),
         # 1.5e-3 to 2.8e-3 of a layer's output between SGLang's kernels and plain PyTorch.
         ("kda", "output"): TWO_ROUNDINGS,
         ("mla", "query"): TWO_ROUNDINGS,
