@@ -39,7 +39,7 @@ class DemoError(ValueError):
 
 
 FULL = Plan(prompt_tokens=(70, 37), decode_steps=6, verify_rounds=8)
-QUICK = Plan(prompt_tokens=(37,), decode_steps=3, verify_rounds=4)
+QUICK = Plan(prompt_tokens=(37,), decode_steps=2, verify_rounds=3)
 
 
 def demo(
