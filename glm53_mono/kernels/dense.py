@@ -5,16 +5,15 @@ import triton.language as tl
 
 from glm53_mono.kernels.gemv import (
     add_chunk,
-    folded_columns,
     pair_row,
     row_index,
     split_pairs,
     unfold,
     zero_tile,
 )
-from glm53_mono.kernels.memory import pointer, private, region
-from glm53_mono.kernels.mhc import next_fn, update_streams
+from glm53_mono.kernels.memory import pointer, region
 from glm53_mono.kernels.numerics import clamped_swiglu
+from glm53_mono.kernels.output import write_branch
 from glm53_mono.program.record import Word, device
 
 DENSE = device(Word.DENSE)
@@ -57,17 +56,6 @@ def dense_up(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.co
 @triton.jit
 def dense_down(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr):
     """f = wide W_down^T, then hc_post. Task: one whole tile of hidden columns."""
-    COLUMNS: tl.constexpr = T.output_columns
-    DEPTH: tl.constexpr = T.dense_depth
     x = region(workspace, W.wide, tl.bfloat16)
     matrix = pointer(record, DENSE, tl.bfloat16)
-    branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
-    lane = tl.arange(0, COLUMNS)
-    for tile in range(tl.program_id(0), W.mix_tiles, tl.num_programs(0)):
-        fn = next_fn(record, tile * COLUMNS, COLUMNS, G)
-        weight_row = tl.minimum(tile * COLUMNS + folded_columns(COLUMNS), G.hidden - 1)
-        acc = zero_tile(COLUMNS)
-        for i in tl.range(0, G.dense_width // DEPTH, num_stages=T.stages):
-            acc = add_chunk(acc, x, G.dense_width, rows, matrix, weight_row, i * DEPTH, G.dense_width, DEPTH)
-        tl.store(branch + row_index()[:, None] * COLUMNS + lane[None, :], unfold(acc, COLUMNS).to(tl.bfloat16))
-        update_streams(workspace, tile, rows, fn, COLUMNS, W, G, BACKEND)
+    write_branch(workspace, record, x, matrix, rows, G.dense_width, T.dense_depth, W, G, T, BACKEND)

@@ -1,4 +1,4 @@
-"""The output projection of an attention branch, and the streams' update with it."""
+"""The last projection of a branch, and the streams' update with it."""
 
 import triton
 import triton.language as tl
@@ -16,10 +16,18 @@ def output(
     workspace, record, rows, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr
 ):
     """a = attended W_o^T, then hc_post. Task: one whole tile of hidden columns."""
-    COLUMNS: tl.constexpr = T.output_columns
-    DEPTH: tl.constexpr = T.output_depth
     x = region(workspace, W.attended, tl.bfloat16)
     matrix = pointer(record, OUTPUT, tl.bfloat16)
+    write_branch(workspace, record, x, matrix, rows, K, T.output_depth, W, G, T, BACKEND)
+
+
+@triton.jit
+def write_branch(
+    workspace, record, x, matrix, rows, K: tl.constexpr, DEPTH: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
+    """x W^T, a branch's output, into the streams; x bf16 [rows, K], W bf16 [hidden, K], DEPTH of K at a time."""
+    COLUMNS: tl.constexpr = T.output_columns
     branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
     lane = tl.arange(0, COLUMNS)
     for tile in range(tl.program_id(0), W.mix_tiles, tl.num_programs(0)):
