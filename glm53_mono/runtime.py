@@ -17,6 +17,7 @@ from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, em
 from glm53_mono.counters import Fallbacks, shown
 from glm53_mono.fault_watch import HostRecord, Watch
 from glm53_mono.geometry import Geometry
+from glm53_mono.kernels.monokernel import StepSizes, StepTensors
 from glm53_mono.program.launch import Launch, Variant
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
@@ -154,9 +155,7 @@ class Runtime:
                 f"a {key.forward_mode} step of {key.tokens_per_request} tokens a request was routed to a launch of "
                 f"{self._step.mode} steps of {self._step.tokens_per_request}"
             )
-        backends = attention_backends()
-        pools = self._bind(backends)
-        tensors, sizes = bind_step(step_inputs(forward_batch, backends), self._unused, pools.ring_length)
+        tensors, sizes = self.arguments_of(forward_batch)
         # a tensor of this forward's own: SGLang may still read the last one's when the next launch runs
         hidden = torch.empty((sizes.rows, self._launch.geometry.hidden), dtype=torch.bfloat16, device=input_ids.device)
         if self._launch.variant.backend == "interp":
@@ -164,6 +163,21 @@ class Runtime:
         else:
             self._launch.run(tensors, sizes, hidden)
         return upstream.logits(self._model, input_ids, hidden, forward_batch)
+
+    @property
+    def launch(self) -> Launch:
+        """What runs a step; a benchmark runs parts of it by themselves."""
+        return self._launch
+
+    def arguments_of(self, forward_batch: Any) -> tuple[StepTensors, StepSizes]:
+        """The arguments of a step's launch; only within SGLang's forward context of that step.
+
+        Raises:
+            UpstreamError: the step is not what was built for, or SGLang holds something that it cannot read.
+        """
+        backends = attention_backends()
+        pools = self._bind(backends)
+        return bind_step(step_inputs(forward_batch, backends), self._unused, pools.ring_length)
 
     def served(self) -> int:
         """Launches that have completed on the device, replays of graphs and SGLang's warm-up runs included."""

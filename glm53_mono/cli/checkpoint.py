@@ -74,7 +74,8 @@ def draw_tensor(spec: TensorSpec, seed: int, device: str = "cpu") -> torch.Tenso
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
     for part in tensor.view(-1).split(DRAW_ELEMENTS):
-        drawn = torch.randn(part.numel(), generator=generator, device=device)
+        # SGLang's loaders change the default dtype
+        drawn = torch.randn(part.numel(), generator=generator, dtype=torch.float32, device=device)
         part.copy_(drawn.mul_(spec.std).add_(spec.mean))
     return tensor
 
@@ -85,6 +86,7 @@ def write_checkpoint(
     seed: int,
     *,
     device: str = "cpu",
+    weights: bool = True,
     shard_bytes: int = SHARD_BYTES,
     on_written: Callable[[int], None] = lambda written: None,
 ) -> None:
@@ -97,6 +99,7 @@ def write_checkpoint(
         config: the contents of config.json, from `model_config`.
         seed: as for `checkpoint_tensors`.
         device: where the weights are drawn.
+        weights: whether to write them; without, the folder serves `--load-format dummy`.
         shard_bytes: at most so many bytes of weights a file, unless one tensor alone is larger.
         on_written: called with the bytes of each file of weights once it is written.
 
@@ -104,7 +107,7 @@ def write_checkpoint(
         CheckpointError: a path that cannot be written, or too little room on its disk.
         glm53_mono.geometry.GeometryError: a config that the model cannot have.
     """
-    table = tensor_table(config)
+    table = tensor_table(config) if weights else []
     check_target(directory, sum(spec.bytes for spec in table))
     directory = directory.resolve()
     unfinished = directory.parent / f".{directory.name}.{os.getpid()}.unfinished"
@@ -112,7 +115,8 @@ def write_checkpoint(
         unfinished.mkdir()
         try:
             _write_config(unfinished, config)
-            _write_weights(unfinished, table, seed, device, shard_bytes, on_written)
+            if weights:
+                _write_weights(unfinished, table, seed, device, shard_bytes, on_written)
             unfinished.rename(directory)
         except BaseException:
             shutil.rmtree(unfinished)
@@ -153,23 +157,26 @@ def checkpoint(
     mtp: Annotated[bool, typer.Option("--mtp", help="Add the MTP layer, which speculative decoding needs.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the weights, from 0.")] = 0,
     device: Annotated[str, typer.Option(help="Where weights are drawn: cpu, or cuda (other values).")] = "cpu",
+    config_only: Annotated[
+        bool, typer.Option("--config-only", help="Write no weights, for SGLang's --load-format dummy.")
+    ] = False,
 ) -> None:
     """Write a checkpoint of GLM-5.3-Flash with random weights, and a tokenizer, for tests and benchmarks."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     try:
         config = _requested_config(layers, experts, scale, mtp, seed, device)
-        total = sum(spec.bytes for spec in tensor_table(config))
+        total = 0 if config_only else sum(spec.bytes for spec in tensor_table(config))
         # Here too, so that a refusal comes before the bar.
         check_target(directory, total)
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task("weights", total=total)
             advance = partial(progress.advance, bar)
-            write_checkpoint(directory, config, seed, device=device, on_written=advance)
+            write_checkpoint(directory, config, seed, device=device, weights=not config_only, on_written=advance)
     except (CheckpointError, ConfigError, GeometryError) as error:
         typer.echo(f"glm53-mono checkpoint: {error}", err=True)
         raise typer.Exit(2) from error
-    size = f"{total / 2**30:.2f} GiB of {weight_format} weights"
-    typer.echo(f"{directory}: {layers} layers, {experts} experts, {size}, seed {seed}")
+    size = "no weights" if config_only else f"{total / 2**30:.2f} GiB of {weight_format} weights, seed {seed}"
+    typer.echo(f"{directory}: {layers} layers, {experts} experts, {size}")
 
 
 def _requested_config(layers: int, experts: int, scale: ScaleName, mtp: bool, seed: int, device: str) -> dict[str, Any]:

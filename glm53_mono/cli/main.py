@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": SubCommand("glm53_mono.cli.doctor", "doctor"),
     "demo": SubCommand("glm53_mono.cli.demo", "demo"),
     "checkpoint": SubCommand("glm53_mono.cli.checkpoint", "checkpoint"),
+    "bench": SubCommand("glm53_mono.cli.bench", "bench"),
 }
 """Every sub-command, in the order of the help page."""
 

@@ -20,13 +20,14 @@ DENSE = device(Word.DENSE)
 
 
 @triton.jit
-def gate_up(x, matrix, out, rows, WIDTH: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+def gate_up(
+    x, matrix, out, rows,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """out = clamped SwiGLU of x W^T, bf16 [rows, WIDTH]; W bf16 [2 WIDTH, hidden], gates first (MODEL_MATH 4.1).
 
     Task: one tile of gate and up pairs.
     """
-    COLUMNS: tl.constexpr = T.up_columns
-    DEPTH: tl.constexpr = T.up_depth
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     HALF: tl.constexpr = COLUMNS // 2
     TILES: tl.constexpr = (WIDTH + HALF - 1) // HALF
@@ -50,7 +51,8 @@ def gate_up(x, matrix, out, rows, WIDTH: tl.constexpr, G: tl.constexpr, T: tl.co
 def dense_up(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
     """Gate and up of a dense layer. Task: one tile of pairs."""
     x = region(workspace, W.mixed, tl.bfloat16)
-    gate_up(x, pointer(record, DENSE, tl.bfloat16), region(workspace, W.wide, tl.bfloat16), rows, G.dense_width, G, T)
+    out = region(workspace, W.wide, tl.bfloat16)
+    gate_up(x, pointer(record, DENSE, tl.bfloat16), out, rows, G.dense_width, T.up_columns, T.up_depth, G, T)
 
 
 @triton.jit

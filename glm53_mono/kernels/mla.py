@@ -3,14 +3,12 @@
 import triton
 import triton.language as tl
 
-from glm53_mono.geometry import MAX_ROWS
 from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
 from glm53_mono.kernels.indexer import close_pools, row_length, score_pages
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.sync import program_barrier
 from glm53_mono.program.record import Word, device
 
-ROWS = tl.constexpr(MAX_ROWS)
 LATENTS = device(Word.LATENTS)
 INDEX_KEY = device(Word.INDEX_KEY)
 INDEX_GATE = device(Word.INDEX_GATE)
@@ -26,24 +24,23 @@ VALUE_UP = device(Word.VALUE_UP)
 
 @triton.jit
 def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
-    """q and kv latents, the indexer's key and gate, and its head weights. Task: one whole output tile.
+    """q and kv latents, the indexer's key and gate, and its head weights.
 
-    The head weights are fp32 (MODEL_MATH 3.3) and take the last tiles.
+    Tasks: one whole output tile; from the last program down, where no tile is left, an index head's weights.
     """
-    COLUMNS: tl.constexpr = T.query_columns
+    COLUMNS: tl.constexpr = T.latent_columns
     DEPTH: tl.constexpr = T.latent_depth
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     LATENT_WIDTH: tl.constexpr = G.q_rank + G.latent
     LATENT_TILES: tl.constexpr = (LATENT_WIDTH + COLUMNS - 1) // COLUMNS
     INDEX_TILES: tl.constexpr = (G.index_head_dim + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = LATENT_TILES + 2 * INDEX_TILES
-    WEIGHT_TILES: tl.constexpr = (G.index_heads + T.weight_heads - 1) // T.weight_heads
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     x = region(workspace, W.mixed, tl.bfloat16)
     row = row_index()[:, None]
-    for task in range(programs - 1 - pid, WEIGHT_TILES, programs):
-        project_head_weights(workspace, record, x, task, rows, W, G, T)
+    for head in range(programs - 1 - pid, G.index_heads, programs):
+        project_head_weight(workspace, record, x, head, rows, W, G)
     acc = zero_tile(COLUMNS)
     for i in tl.range(0, (TILES - pid + programs - 1) // programs * CHUNKS, num_stages=T.stages):
         tile = pid + (i // CHUNKS) * programs
@@ -66,24 +63,14 @@ def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl
 
 
 @triton.jit
-def project_head_weights(workspace, record, x, task, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
-    """fp32(y) W_wp^T for a few index heads, in fp32 throughout: no matrix unit rounds its operands here."""
+def project_head_weight(workspace, record, x, head, rows, W: tl.constexpr, G: tl.constexpr):
+    """fp32(y) . w of one index head, in fp32 throughout (MODEL_MATH 3.3): no matrix unit rounds its operands here."""
     out = region(workspace, W.head_weights, tl.float32)
-    matrix = pointer(record, HEAD_WEIGHTS, tl.float32)
-    DEPTH: tl.constexpr = T.weight_depth
-    HEADS: tl.constexpr = T.weight_heads
-    row = tl.arange(0, ROWS)
-    head = task * HEADS + tl.arange(0, HEADS)
-    known = head < G.index_heads
-    acc = tl.zeros([ROWS, HEADS, DEPTH], tl.float32)
-    for first in range(0, G.hidden, DEPTH):
-        k = first + tl.arange(0, DEPTH)
-        y = tl.load(x + row[:, None] * G.hidden + k[None, :], mask=(row < rows)[:, None] & (k >= 0)[None, :], other=0.0)
-        w = tl.load(matrix + head[:, None] * G.hidden + k[None, :], mask=known[:, None] & (k >= 0)[None, :], other=0.0)
-        acc += y.to(tl.float32)[:, None, :] * w[None, :, :]
-    total = tl.sum(acc, 2)
-    stored = (row < rows)[:, None] & known[None, :]
-    tl.store(out + row[:, None] * G.index_heads + head[None, :], total, mask=stored)
+    k = tl.arange(0, G.hidden)
+    w = tl.load(pointer(record, HEAD_WEIGHTS, tl.float32) + head * G.hidden + k)
+    for row in range(rows):
+        y = tl.load(x + row * G.hidden + k).to(tl.float32)
+        tl.store(out + row * G.index_heads + head, tl.sum(y * w, 0))
 
 
 @triton.jit

@@ -38,7 +38,8 @@ SHARED_DOWN = device(Word.SHARED_DOWN)
 def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
     """The router's logits, a K chunk at a time, and the shared expert's gate and up.
 
-    Tasks: (tile of experts, K chunk), then one tile of pairs. The reader adds the chunks in order.
+    Tasks: from the last program down, (tile of experts, K chunk); from the first one on, one tile of pairs. The reader
+    adds the chunks in order.
     """
     x = region(workspace, W.mixed, tl.bfloat16)
     logits = region(workspace, W.router, tl.float32)
@@ -46,8 +47,8 @@ def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.cons
     COLUMNS: tl.constexpr = T.router_columns
     TILES: tl.constexpr = (G.experts + COLUMNS - 1) // COLUMNS
     row = row_index()[:, None]
-    pid = tl.program_id(0)
-    for task in range(pid, TILES * W.router_chunks, tl.num_programs(0)):
+    programs = tl.num_programs(0)
+    for task in range(programs - 1 - tl.program_id(0), TILES * W.router_chunks, programs):
         chunk = task // TILES
         expert = (task % TILES) * COLUMNS + tl.arange(0, COLUMNS)
         first = chunk * T.router_depth
@@ -56,7 +57,8 @@ def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.cons
         place = (chunk * ROWS + row) * G.experts + expert[None, :]
         tl.store(logits + place, unfold(acc, COLUMNS), mask=(row < rows) & (expert < G.experts)[None, :])
     shared = region(workspace, W.expert_wide, tl.bfloat16)
-    gate_up(x, pointer(record, SHARED_UP, tl.bfloat16), shared, rows, G.expert_width, G, T)
+    shared_up = pointer(record, SHARED_UP, tl.bfloat16)
+    gate_up(x, shared_up, shared, rows, G.expert_width, T.shared_columns, T.shared_depth, G, T)
 
 
 @triton.jit

@@ -30,6 +30,9 @@ class Tiling:
     up_depth: int = 256
     down_depth: int = 512
     dense_depth: int = 512
+    shared_columns: int = 32
+    shared_depth: int = 512
+    latent_columns: int = 32
     latent_depth: int = 512
     query_columns: int = 32
     query_depth: int = 512
@@ -38,8 +41,6 @@ class Tiling:
     absorb_columns: int = 64
     merge_columns: int = 128
     merge_depth: int = 256
-    weight_heads: int = 4
-    weight_depth: int = 512
     attend_heads: int = 16
     attend_keys: int = 64
     score_pools: int = 64
@@ -58,7 +59,7 @@ class Tiling:
             "query_depth": (g.q_rank,),
             "router_depth": (g.hidden,),
             "merge_depth": (g.latent,),
-            "weight_depth": (g.hidden,),
+            "shared_depth": (g.hidden,),
         }
         cut = {name: math.gcd(getattr(self, name), *ks) for name, ks in widths.items()}
         return replace(self, **cut)
@@ -77,6 +78,9 @@ TILINGS = {
         output_depth=512,
         up_columns=128,
         up_depth=512,
+        shared_columns=128,
+        shared_depth=512,
+        latent_columns=128,
         query_columns=128,
         query_depth=512,
         down_depth=512,

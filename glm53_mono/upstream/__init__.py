@@ -12,6 +12,7 @@
 | `running.py` | the server of this process |
 | `server.py` | server arguments and environment variables |
 | `launch.py` | a server as it would be launched, resolved by SGLang itself |
+| `bench_runner.py` | a model runner without a server, for the benchmark |
 
 Importing this package imports neither SGLang nor torch; `monokernel` and the functions of the readers do.
 """

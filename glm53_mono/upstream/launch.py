@@ -122,6 +122,31 @@ def load_plugins() -> None:
         plugins.load_plugins()
 
 
+def parse(arguments: Sequence[str]) -> Any:
+    """SGLang's `ServerArgs`, not yet resolved, from the arguments of `sglang.launch_server`.
+
+    Raises:
+        LaunchError: SGLang does not parse them.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    usage = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(usage), contextlib.redirect_stdout(usage):
+            return prepare_server_args(list(arguments))
+    except SystemExit as error:
+        said = usage.getvalue().strip().splitlines()
+        raise LaunchError(f"SGLang does not parse these arguments: {said[-1] if said else error}") from error
+    except Exception as error:  # a --config file that is missing or malformed
+        raise LaunchError(f"SGLang does not parse these arguments: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """What an error of SGLang says, its lines joined, behind its type."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}" if lines else type(error).__name__
+
+
 def resolve(arguments: Sequence[str]) -> Launch:
     """Resolve the arguments of `sglang.launch_server` as SGLang does before it starts anything.
 
@@ -135,7 +160,7 @@ def resolve(arguments: Sequence[str]) -> Launch:
     from sglang.srt.model_executor.cuda_graph_config import Phase
 
     with _quiet():
-        server_args = _parse(arguments)
+        server_args = parse(arguments)
         monokernel = server_args.enable_amd_monokernel
         server_args.enable_amd_monokernel = False
         # SGLang looks for a device where none is named; there may be none.
@@ -144,7 +169,7 @@ def resolve(arguments: Sequence[str]) -> Launch:
             server_args.resolve_once()
             model_config = model_config_of(server_args)
         except Exception as error:  # whatever a handler or a config class raises, the server would not start
-            raise LaunchError(f"SGLang refuses these arguments: {_one_line(error)}") from error
+            raise LaunchError(f"SGLang refuses these arguments: {one_line(error)}") from error
     locked = server_args._cuda_graph_config_locked
     return Launch(monokernel, resolving_view(server_args), model_config, (Phase.DECODE, "bs") in locked)
 
@@ -200,10 +225,10 @@ def platform_of(isa: str) -> Iterator[None]:
     platform = PLATFORMS[isa]
     with contextlib.ExitStack() as stack:
         stack.enter_context(override_platform(**platform.facts))
-        stack.enter_context(_replaced(torch.cuda, "get_device_capability", lambda device=None: platform.capability))
+        stack.enter_context(replaced(torch.cuda, "get_device_capability", lambda device=None: platform.capability))
         if platform.facts["is_hip"]:
             ask = "aiter_can_use_preshuffle_paged_mqa"
-            stack.enter_context(_replaced(dsa_utils, ask, _preshuffle_is_not_forbidden))
+            stack.enter_context(replaced(dsa_utils, ask, _preshuffle_is_not_forbidden))
         yield
 
 
@@ -226,25 +251,6 @@ def _preshuffle_is_not_forbidden() -> bool:
     return aiter and not envs.SGLANG_DSA_HIP_DISABLE_PRESHUFFLE.get()
 
 
-def _parse(arguments: Sequence[str]) -> Any:
-    from sglang.srt.server_args import prepare_server_args
-
-    usage = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(usage), contextlib.redirect_stdout(usage):
-            return prepare_server_args(list(arguments))
-    except SystemExit as error:
-        said = usage.getvalue().strip().splitlines()
-        raise LaunchError(f"SGLang does not parse these arguments: {said[-1] if said else error}") from error
-    except Exception as error:  # a --config file that is missing or malformed
-        raise LaunchError(f"SGLang does not parse these arguments: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}" if lines else type(error).__name__
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep SGLang's progress messages, and the logging it sets up while it parses, out of this process."""
@@ -262,7 +268,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Put another function in the place of an owner's, for a while."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

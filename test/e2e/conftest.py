@@ -14,7 +14,7 @@ import torch
 
 from test.e2e import scenario
 from test.e2e.scenario import Plan, Results
-from test.e2e.server import MONOKERNEL, running
+from test.e2e.server import MONOKERNEL, Answer, running
 
 LAYERS, EXPERTS = 8, 16
 
@@ -24,6 +24,9 @@ ARMS = {
     "no graphs": (*MONOKERNEL, "--disable-cuda-graph"),
 }
 """Arguments of the arms that run the kernel."""
+
+RETRACTING = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "60"}
+"""SGLang's own way to test retraction (scheduler.py: TEST_RETRACT)."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,15 @@ def on(request: pytest.FixtureRequest, off: Results, model: Model, plan: Plan, l
     log_file = logs / f"{request.param.replace(' ', '-')}.log"
     with running(model.folder, log_file, *ARMS[request.param]) as server:
         return scenario.run(server, plan)
+
+
+@pytest.fixture(scope="session")
+def retracted(model: Model, plan: Plan, logs: Path) -> list[Answer]:
+    """What the kernel answers where requests lose their caches every few steps and start again."""
+    with running(model.folder, logs / "retracted.log", *MONOKERNEL, environment=RETRACTING) as server:
+        answers = server.generate_in_turn(plan.passing, plan.aborted)
+        assert "retracted" in server.log.lower()
+    return answers
 
 
 def _head(folder: Path) -> torch.Tensor:

@@ -25,11 +25,15 @@ class Plan:
         forced: prompts of `LENGTHS` with the tokens that follow; run together.
         greedy: prompts whose continuation is the model's own.
         turns: a session: each turn's new prompt tokens and its forced answer.
+        passing: greedy requests that come and go one after another.
+        aborted: requests that end in the middle, among those.
     """
 
     forced: tuple[Generation, ...]
     greedy: tuple[Generation, ...]
     turns: tuple[tuple[list[int], list[int]], ...]
+    passing: tuple[Generation, ...]
+    aborted: tuple[Generation, ...]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Results:
         alone: the same, one at a time.
         greedy: `Plan.greedy` in one batch.
         turns: the session's turns, all but the first with their history before them.
+        passing: `Plan.passing`.
         last: the first forced request again, with the last hidden state only.
         log: what the server had printed.
     """
@@ -49,6 +54,7 @@ class Results:
     alone: list[Answer]
     greedy: list[Answer]
     turns: list[Answer]
+    passing: list[Answer]
     last: Answer
     log: str
 
@@ -65,6 +71,8 @@ def draw(seed: int, vocab: int) -> Plan:
     return Plan(
         forced=tuple(Generation(tokens(n), FORCED_STEPS, tokens(FORCED_STEPS), hidden=True) for n in LENGTHS),
         greedy=tuple(Generation(tokens(n), 128, logprobs=True) for n in (3, 40, 700)),
+        passing=tuple(Generation(tokens(n), 40 + n % 50, logprobs=True) for n in (10, 300, 33, 520, 4, 77)),
+        aborted=tuple(Generation(tokens(n), 400) for n in (50, 270)),
         turns=tuple((tokens(200 if turn == 0 else 30), tokens(n)) for turn, n in enumerate(answers)),
     )
 
@@ -82,6 +90,7 @@ def run(server: Server, plan: Plan) -> Results:
         history += new
         turns.append(server.generate(Generation(history, len(answer), answer, hidden=True)))
         history += answer
+    passing = server.generate_in_turn(plan.passing, plan.aborted)
     first = plan.forced[0]
     last = server.generate(Generation(first.prompt, first.tokens, first.forced, hidden="last"))
-    return Results(together, alone, greedy, turns, last, server.log)
+    return Results(together, alone, greedy, turns, passing, last, server.log)

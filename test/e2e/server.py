@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +23,20 @@ START_S = 900.0
 
 REQUEST_S = 600.0
 
+SHORTLY_S = 0.1
+"""Seconds between requests that follow one another: some tens of steps."""
+
 PLAIN = (
     *("--trust-remote-code", "--skip-tokenizer-init", "--skip-server-warmup", "--tp", "1"),
     *("--kv-cache-dtype", "bfloat16", "--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"),
-    *("--max-running-requests", "8", "--cuda-graph-max-bs-decode", "8", "--mem-fraction-static", "0.8"),
+    *("--max-running-requests", "8", "--cuda-graph-max-bs-decode", "8", "--mem-fraction-static", "0.85"),
     *("--mamba-radix-cache-strategy", "extra_buffer", "--context-length", "16384"),
+    *("--max-total-tokens", "65536", "--max-mamba-cache-size", "96"),
+    *("--chunked-prefill-size", "512", "--disable-prefill-cuda-graph"),
     *("--enable-return-hidden-states", "--enable-custom-logit-processor"),
 )
-"""Arguments that all arms share. Radix cache and overlapped scheduling are on, as users have them."""
+"""Arguments that all arms share. Radix cache and overlapped scheduling are on, as users have them; prompts of more than
+512 tokens are prefilled in chunks between decode steps. Graphs of prefill would take minutes to capture."""
 
 MONOKERNEL = ("--monokernel-backend", "amd")
 
@@ -109,6 +115,36 @@ class Server:
             raise ServerError(f"{response.status_code}: {response.text[:500]}")
         return _answer(response.json())
 
+    def generate_in_turn(self, generations: Sequence[Generation], aborted: Sequence[Generation]) -> list[Answer]:
+        """Send requests one shortly after another, so that each joins a running batch; some are aborted on the way.
+
+        Returns:
+            The answers of `generations`.
+        """
+
+        def later(place: int) -> Answer | None:
+            time.sleep(place * SHORTLY_S)
+            if place < len(generations):
+                return self.generate(generations[place])
+            return self._abort(aborted[place - len(generations)], f"aborted-{place}")
+
+        count = len(generations) + len(aborted)
+        with ThreadPoolExecutor(count) as pool:
+            answers = list(pool.map(later, range(count)))
+        return [answer for answer in answers[: len(generations)] if answer is not None]
+
+    def _abort(self, generation: Generation, request_id: str) -> None:
+        """Send a request, and end it while it decodes."""
+        sampling = {"temperature": 0, "max_new_tokens": generation.tokens, "ignore_eos": True}
+        body = {"input_ids": list(generation.prompt), "sampling_params": sampling, "rid": request_id, "stream": True}
+        with requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_S, stream=True) as response:
+            pieces = response.iter_lines()
+            for _ in range(2):
+                next(pieces)
+            requests.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=REQUEST_S).raise_for_status()
+            if len(list(pieces)) > generation.tokens:
+                raise ServerError(f"{request_id} went on to its end")
+
     def generate_together(self, generations: Sequence[Generation]) -> list[Answer]:
         """Send requests at once; SGLang runs them in one batch as they come."""
         with ThreadPoolExecutor(len(generations)) as pool:
@@ -116,8 +152,14 @@ class Server:
 
 
 @contextmanager
-def running(model: Path, log_file: Path, *arguments: str) -> Iterator[Server]:
+def running(
+    model: Path, log_file: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A server of `model`, until the end of the block.
+
+    Args:
+        arguments: beside `PLAIN`.
+        environment: variables beside this process's.
 
     Raises:
         ServerError: it ended, or did not answer in `START_S`.
@@ -131,7 +173,7 @@ def running(model: Path, log_file: Path, *arguments: str) -> Iterator[Server]:
             [*command, "--host", "127.0.0.1", *PLAIN, *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)},
+            env=os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)} | dict(environment or {}),
             cwd=log_file.parent,
             start_new_session=True,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from glm53_mono.numerics import BOUNDS
 from test.e2e.compare import Rows, compare, compare_greedy, compare_rows, decoded
 from test.e2e.conftest import MONOKERNEL, Model
 from test.e2e.scenario import TRACK_INTERVAL, Plan, Results
-from test.e2e.server import Generation, Server, running
+from test.e2e.server import Answer, Generation, Server, running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -41,6 +42,15 @@ def assert_close(rows: Rows, own: Rows, name: str, most_flips: float = MOST_FLIP
     print(said)
     assert rows.overall <= bound, said
     assert rows.flips <= max(most_flips * len(rows.distances), 2 * own.flips), said
+
+
+def assert_same_continuations(found: list[Answer], expected: list[Answer]) -> None:
+    """The same tokens up to a near-tie, with nearly the same log-probabilities."""
+    for own, other in zip(found, expected, strict=True):
+        continuation = compare_greedy(own, other)
+        print(continuation)
+        assert continuation.gap is None or continuation.gap <= NEAR_TIE
+        assert continuation.logprob_error <= 10 * BOUNDS["step", "logits"].rel
 
 
 class TestMonokernelDecode:
@@ -73,11 +83,24 @@ class TestMonokernelDecode:
         assert compare_rows(own[1:], other[:-1]).overall > 10 * BOUNDS["step", "logits"].rel
 
     def test_greedy_outputs_agree(self, on: Results, off: Results) -> None:
-        for found, expected in zip(on.greedy, off.greedy, strict=True):
-            continuation = compare_greedy(found, expected)
-            print(continuation)
-            assert continuation.gap is None or continuation.gap <= NEAR_TIE
-            assert continuation.logprob_error <= 10 * BOUNDS["step", "logits"].rel
+        assert_same_continuations(on.greedy, off.greedy)
+
+    def test_requests_may_come_and_go(self, on: Results, off: Results) -> None:
+        """They join a running batch, leave it, and are aborted in it."""
+        assert_same_continuations(on.passing, off.passing)
+
+    def test_requests_survive_retraction(self, retracted: list[Answer], off: Results) -> None:
+        assert_same_continuations(retracted, off.passing)
+
+    def test_other_continuations_do_not_agree(self, off: Results) -> None:
+        """Negative control: another token where it was no near-tie, and the same tokens half as likely."""
+        answer = off.greedy[0]
+        surest = max(range(len(answer.tokens)), key=answer.top_gaps.__getitem__)
+        other = [token + (place == surest) for place, token in enumerate(answer.tokens)]
+        unlikelier = [logprob - 0.7 for logprob in answer.logprobs]
+        for wrong in (replace(answer, tokens=other), replace(answer, logprobs=unlikelier)):
+            with pytest.raises(AssertionError):
+                assert_same_continuations([wrong], [answer])
 
     def test_sessions_go_on_from_states_that_decode_steps_have_kept(
         self, on: Results, off: Results, plan: Plan, model: Model

@@ -16,14 +16,18 @@ from glm53_mono.upstream.server import Arguments
 
 PACKAGE = Path(glm53_mono.__file__).parent
 UPSTREAM = PACKAGE / "upstream"
-READERS = ("model.py", "step.py", "pools.py", "hooks.py", "loaded.py")
+READERS = ("model.py", "step.py", "pools.py", "hooks.py", "loaded.py", "bench_runner.py")
 """Modules that take objects of SGLang apart."""
 
 TENSOR_NAMES = {"Tensor", "dtype", "shape", "stride", "flatten", "split", "squeeze"}
 TENSOR_NAMES |= {"bfloat16", "bool", "float32", "int32", "int64", "uint8"}
 """What the readers use of torch."""
 
-PYTHON_NAMES = {"__name__", "__module__", "__qualname__"}
+TENSOR_NAMES |= {"arange", "contiguous", "device", "full", "nbytes", "to", "view"}
+"""What the benchmark's batches use of torch."""
+
+PYTHON_NAMES = {"__name__", "__module__", "__qualname__", "__wrapped__", "contextmanager", "getclosurevars"}
+PYTHON_NAMES |= {"nonlocals", "nullcontext", "start", "stop"}
 
 
 def sglang_imports(source: str) -> set[tuple[str, str]]:
@@ -89,7 +93,7 @@ def registered_names() -> set[tuple[str, str]]:
 def unregistered(source: str) -> set[str]:
     """Attributes of a reader that are neither ours, nor torch's, nor a read."""
     ours = defined(source) | defined((PACKAGE / "geometry.py").read_text())
-    for name in (*READERS, "tensors.py"):
+    for name in (*READERS, "tensors.py", "launch.py", "server.py"):
         ours |= defined((UPSTREAM / name).read_text())
     reads = {read.attribute for read in each_read(SGLANG_READS)} | {"name"}
     return dereferenced(source) - ours - reads - TENSOR_NAMES - PYTHON_NAMES

@@ -60,6 +60,14 @@ def run(*arguments: object):
     return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
 
 
+def test_config_only_writes_the_same_without_weights(written: Path, tmp_path: Path) -> None:
+    done = run(tmp_path / "bare", "--layers", LAYERS, "--experts", 8, "--scale", "small", "--mtp", "--config-only")
+    assert done.exit_code == 0 and "8 experts, no weights" in done.output
+    bare = {path.name: path.read_bytes() for path in (tmp_path / "bare").iterdir()}
+    whole = {path.name: path.read_bytes() for path in written.iterdir() if "safetensors" not in path.name}
+    assert bare == whole
+
+
 # What SGLang makes of it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from glm53_mono.upstream.contract import OneOf, Read
+from glm53_mono.upstream.reads.bench import BENCH_READS
 from glm53_mono.upstream.reads.model import MODEL_READS
 from glm53_mono.upstream.reads.monokernel import MONOKERNEL_READS
 from glm53_mono.upstream.reads.pools import POOL_READS
@@ -15,4 +16,5 @@ SGLANG_READS: tuple[Read | OneOf, ...] = (
     *MODEL_READS,
     *STEP_READS,
     *POOL_READS,
+    *BENCH_READS,
 )

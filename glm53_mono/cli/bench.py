@@ -1,0 +1,319 @@
+"""`glm53-mono bench`: a decode step's time with the monokernel and with SGLang's own forward, over one loaded model."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from glm53_mono import __version__
+from glm53_mono.cli.checkpoint import checkpoint_tensors
+from glm53_mono.cli.tensors import tensor_table
+from glm53_mono.cli.versions import SOFTWARE, versions_of
+from glm53_mono.geometry import MAX_ROWS, Geometry, GeometryError
+
+if TYPE_CHECKING:
+    import torch
+
+    from glm53_mono.cli.bench_report import Report
+    from glm53_mono.upstream.bench_runner import BenchRunner, BenchServer
+
+DEFAULT_CONTEXTS = "1024,8192"
+DUMMY = "dummy"
+"""SGLang's load format that reads no weights (configs/load_config.py)."""
+
+
+class Only(StrEnum):
+    """Which arms to measure."""
+
+    BOTH = "both"
+    MONOKERNEL = "mono"
+    SGLANG = "sglang"
+
+
+class OptionError(ValueError):
+    """Options that cannot be measured; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's own options, parsed."""
+
+    rows: tuple[int, ...] | None
+    contexts: tuple[int, ...]
+    steps: int
+    only: Only
+    randomise: bool | None
+    seed: int
+    json: Path | None
+
+
+def bench(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- LAUNCH_SERVER_ARGUMENTS", help="The server whose decode steps are measured."),
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="Rows of a step, e.g. 1,2,4,8; default: all that have graphs.")
+    ] = None,
+    contexts: Annotated[str, typer.Option(help="Tokens of each request, the step's own included.")] = DEFAULT_CONTEXTS,
+    steps: Annotated[int, typer.Option(help="Replays of each graph; the median counts.")] = 50,
+    only: Annotated[Only, typer.Option(help="Measure one arm alone.")] = Only.BOTH,
+    randomise: Annotated[
+        bool | None,
+        typer.Option(
+            help="Draw the weights as `checkpoint` does, on the GPU, for --load-format dummy, whose own weights route "
+            "every token alike; default: with that format."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, caches and tokens, from 0.")] = 0,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers there too, after each step shape.")
+    ] = None,
+) -> None:
+    """Measure decode steps: the monokernel against SGLang's own forward, both as CUDA graphs over one loaded model.
+
+    Starts no server: SGLang's model runner runs in this process, on the first visible GPU.
+    """
+    try:
+        options = parse_options(rows, contexts, steps, only, randomise, seed, as_json)
+        report = _run(arguments or [], options)
+    except OptionError as error:
+        _refuse(str(error))
+    _print(report)
+
+
+def parse_options(
+    rows: str | None,
+    contexts: str,
+    steps: int,
+    only: Only,
+    randomise: bool | None,
+    seed: int,
+    as_json: Path | None,
+) -> Options:
+    """Check what can be checked before anything is loaded.
+
+    Raises:
+        OptionError: a number that means nothing, or a file that could not be written.
+    """
+    if steps < 1:
+        raise OptionError(f"--steps {steps} is less than 1")
+    if seed < 0:
+        raise OptionError(f"--seed {seed} is less than 0")
+    if as_json is not None and (as_json.is_dir() or not as_json.absolute().parent.is_dir()):
+        raise OptionError(f"--json {as_json}: its folder does not exist, or it is one")
+    return Options(
+        rows=None if rows is None else _numbers("--rows", rows),
+        contexts=_numbers("--contexts", contexts),
+        steps=steps,
+        only=only,
+        randomise=randomise,
+        seed=seed,
+        json=as_json,
+    )
+
+
+def arms_of(options: Options, server: BenchServer) -> tuple[str, ...]:
+    """The arms to measure.
+
+    Raises:
+        OptionError: the arguments do not ask for the monokernel, but it is to be measured.
+    """
+    from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG
+
+    if not server.monokernel and options.only is not Only.SGLANG:
+        raise OptionError(
+            "the arguments do not ask for the monokernel: add --enable-amd-monokernel, or measure --only sglang"
+        )
+    return {Only.BOTH: (MONOKERNEL, SGLANG), Only.MONOKERNEL: (MONOKERNEL,), Only.SGLANG: (SGLANG,)}[options.only]
+
+
+def shapes_of(options: Options, captured: Sequence[int], monokernel: bool) -> list[tuple[int, int]]:
+    """(rows, context) of every step shape, the contexts of one width together.
+
+    Args:
+        options: whose rows are measured; without any, all that can be.
+        captured: rows of the decode graphs.
+        monokernel: whether the rows must be some that it runs.
+
+    Raises:
+        OptionError: rows without a graph of their own.
+    """
+    captured = [count for count in captured if not monokernel or count <= MAX_ROWS]
+    rows = captured if options.rows is None else options.rows
+    missing = [count for count in rows if count not in captured]
+    if missing:
+        have = ", ".join(map(str, captured)) + (f" of up to {MAX_ROWS}" if monokernel else "")
+        raise OptionError(f"--rows {missing[0]} has no graph of its own; captured: {have} (--cuda-graph-bs-decode)")
+    return [(count, context) for count in rows for context in options.contexts]
+
+
+def drawn_weights(options: Options, server: BenchServer) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
+    """What draws the weights, or None where SGLang's loader is to be left alone.
+
+    Raises:
+        OptionError: weights are to be drawn over a checkpoint's, or without a config.json to tell their shapes.
+    """
+    dummy = server.server.arguments.load_format == DUMMY
+    if options.randomise is False or (options.randomise is None and not dummy):
+        return None
+    if not dummy:
+        raise OptionError(f"--randomise would overwrite a checkpoint's weights: it needs --load-format {DUMMY}")
+    file = Path(server.model_path) / "config.json"
+    try:
+        config = json.loads(file.read_text())
+        tensor_table(config)
+    except (OSError, ValueError, KeyError, GeometryError) as error:
+        text = " ".join(str(error).split())
+        raise OptionError(
+            f"cannot tell the shapes of the weights from {file}: {type(error).__name__}: {text}; "
+            "name a folder that `glm53-mono checkpoint` wrote, or use --no-randomise"
+        ) from error
+    return lambda: checkpoint_tensors(config, options.seed, "cuda")
+
+
+def _run(arguments: list[str], options: Options) -> Report:
+    if not arguments:
+        raise OptionError("no server arguments: name the server behind --, as for sglang.launch_server")
+    for module in ("torch", "sglang"):
+        if find_spec(module) is None:
+            raise OptionError(f"{module} is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OptionError("no GPU is visible: a step can only be measured on the device that serves it")
+    from glm53_mono.upstream import bench_runner
+    from glm53_mono.upstream.launch import LaunchError
+    from glm53_mono.upstream.tensors import UpstreamError
+
+    say = Progress()
+    try:
+        say("resolving the arguments")
+        server = bench_runner.resolve(arguments)
+        arms = arms_of(options, server)
+        shapes_of(options, server.server.captured_batch_sizes, server.monokernel)
+        draw = drawn_weights(options, server)
+        origin = provenance(arguments, options, server.server.arguments.load_format if draw is None else "drawn")
+        with torch.no_grad():
+            return _measure(bench_runner.start(server, draw, say), server, arms, options, origin, say)
+    except (LaunchError, bench_runner.BenchError, UpstreamError) as error:
+        raise OptionError(str(error)) from error
+
+
+def _measure(
+    runner: BenchRunner,
+    server: BenchServer,
+    arms: tuple[str, ...],
+    options: Options,
+    origin: dict[str, Any],
+    say: Progress,
+) -> Report:
+    import torch
+
+    from glm53_mono.cli.bench_measure import copy_bandwidth, fill_caches, measure_point
+    from glm53_mono.cli.bench_report import Report
+    from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG
+    from glm53_mono.weights.sglang import from_sglang
+
+    if server.monokernel and SGLANG in arms:
+        say("capturing SGLang's own forward")
+        runner.capture_own_forward()
+    say("measuring the copy bandwidth")
+    report = Report(origin, copy_bandwidth(), runner.head_bytes)
+    geometry = Geometry.from_config(runner.hf_config, 1)
+    weights = from_sglang(runner.model, geometry)
+    generator = torch.Generator("cuda").manual_seed(options.seed)
+    fill_caches(runner, MONOKERNEL if server.monokernel else SGLANG, geometry, generator)
+    shapes = shapes_of(options, runner.captured_rows, server.monokernel)
+    for rows, context in shapes:
+        # refused here, before the first is measured
+        runner.decode_batch(torch.zeros(rows, dtype=torch.int64, device=generator.device), context)
+    for rows, context in shapes:
+        say(f"{rows} rows, {context} tokens")
+        point = measure_point(
+            runner,
+            arms,
+            weights,
+            geometry,
+            launch=server.monokernel,
+            rows=rows,
+            context=context,
+            steps=options.steps,
+            generator=generator,
+        )
+        report.points.append(point)
+        say(" ".join(f"{name} {timing.median_ms:.3f} ms" for name, timing in point.arms.items()))
+        if options.json is not None:
+            report.write(options.json)
+    return report
+
+
+def provenance(arguments: Sequence[str], options: Options, weights: str) -> dict[str, Any]:
+    """Where and with what the numbers came about; `weights` says where those came from."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    versions = {software.module: versions_of(software) for software in SOFTWARE if software.required}
+    return {
+        "device": properties.name,
+        "compute_units": properties.multi_processor_count,
+        "glm53_mono": __version__,
+        "python": platform.python_version(),
+        **{name: found.installed or found.importable for name, found in versions.items()},
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "server_arguments": list(arguments),
+        "weights": weights,
+        "seed": options.seed,
+        "steps": options.steps,
+    }
+
+
+class Progress:
+    """Says on stderr what begins, and when."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        """One line, behind the seconds since this was made."""
+        print(f"glm53-mono bench: {time.monotonic() - self._started:6.1f} s: {what}", file=sys.stderr, flush=True)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise OptionError(f"{option} {text!r} is not a list of whole numbers from 1, such as 1,2,4,8")
+    return tuple(dict.fromkeys(numbers))
+
+
+def _print(report: Report) -> None:
+    from glm53_mono.cli.bench_report import NOTES
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    for name, value in report.provenance.items():
+        shown = " ".join(value) if isinstance(value, list) else value
+        console.print(f"{name}: {shown}", soft_wrap=True)
+    console.print(report.table())
+    for note in NOTES:
+        console.print(note, soft_wrap=True)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    print(f"glm53-mono bench: {sentence}", file=sys.stderr)
+    raise typer.Exit(2)

@@ -1,0 +1,185 @@
+"""Times of a decode step's graphs, of the monokernel's launch by itself, and of its barriers, on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from glm53_mono.bindings import bind_pools
+from glm53_mono.cli.bench_report import Barriers, Launched, Point, Timing
+from glm53_mono.cli.step_bytes import scored_pools, step_bytes
+from glm53_mono.geometry import Geometry
+from glm53_mono.kernels.monokernel import StepSizes, StepTensors
+from glm53_mono.program.launch import Launch
+from glm53_mono.program.phase import Access, Phase
+from glm53_mono.program.pools import Pools
+from glm53_mono.program.record import Kind
+from glm53_mono.program.step import write_records
+from glm53_mono.upstream.bench_runner import MONOKERNEL, BenchRunner
+from glm53_mono.upstream.running import served_step
+from glm53_mono.upstream.step import attention_backends
+from glm53_mono.weights.model import StepWeights
+
+WARM_UPS = 3
+"""Replays before the first that counts."""
+
+COPY_BYTES = 2 << 30
+"""Bytes of the copy that measures the bandwidth: far beyond any cache."""
+
+COPIES = 21
+STATE_STD = 0.3
+"""Recurrent states of about this size follow from unit keys and values."""
+
+LAUNCH = "launch"
+"""The monokernel's launch alone, beside the arms in the same loop."""
+
+
+def times_of(replays: Mapping[str, Callable[[], object]], steps: int) -> dict[str, Timing]:
+    """Replays everything in turn, `steps` times, between events on the current stream."""
+    for _ in range(WARM_UPS):
+        for replay in replays.values():
+            replay()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in replays}
+    for _ in range(steps):
+        for name, replay in replays.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            replay()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: Timing.of([start.elapsed_time(end) for start, end in pairs]) for name, pairs in events.items()}
+
+
+def copy_bandwidth(device: torch.device | str = "cuda") -> float:
+    """Bytes that a device-to-device copy reads and writes in a second, both counted."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = times_of({"copy": lambda: target.copy_(source)}, COPIES)["copy"]
+    return 2 * COPY_BYTES / (timing.median_ms / 1e3)
+
+
+def fill_caches(runner: BenchRunner, arm: str, geometry: Geometry, generator: torch.Generator) -> None:
+    """Fills SGLang's pools with plausible random values, as if long requests had run before."""
+    with runner.context(arm):
+        fill_pools(bind_pools(attention_backends(), geometry, served_step()), geometry, generator)
+
+
+def fill_pools(pools: Pools, geometry: Geometry, generator: torch.Generator) -> None:
+    """The same for pools; index keys are FP8 with one power of two as scale for each, as SGLang writes them."""
+    for cache in (*pools.conv, *pools.latent, *pools.ring_key, *pools.ring_gate):
+        cache.normal_(generator=generator)
+    for state in pools.state:
+        state.normal_(std=STATE_STD, generator=generator)
+    keys = geometry.page_pools * geometry.index_head_dim
+    for pages in pools.index:
+        count, device = pages.shape[0], pages.device
+        drawn = torch.randn((count, keys), generator=generator, device=device).mul_(100).clamp_(-448, 448)
+        pages[:, :keys] = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
+        exponents = torch.randint(-9, -6, (count, geometry.page_pools), generator=generator, device=device)
+        pages[:, keys:] = torch.exp2(exponents.float()).view(torch.uint8)
+
+
+def measure_point(
+    runner: BenchRunner,
+    arms: Sequence[str],
+    weights: StepWeights,
+    geometry: Geometry,
+    *,
+    launch: bool,
+    rows: int,
+    context: int,
+    steps: int,
+    generator: torch.Generator,
+) -> Point:
+    """Measures one step shape, all arms on the same tokens and in the same places of the pools.
+
+    Args:
+        launch: whether a monokernel was built, and so can be launched by itself.
+        generator: of the token ids; its device is where everything runs.
+
+    Raises:
+        BenchError: no graph of so many rows, or no room in the pools.
+    """
+    device = generator.device
+    ids = torch.randint(geometry.vocab, (rows,), generator=generator, device=device)
+    replays: dict[str, Callable[[], object]] = {}
+    for arm in (name for name in arms if name != MONOKERNEL):
+        replays[arm] = runner.prepare(arm, runner.decode_batch(ids, context))
+    if not launch:
+        return Point(rows, context, times_of(replays, steps), None)
+    batch, built = runner.decode_batch(ids, context), runner.built
+    prepared = runner.prepare(MONOKERNEL, batch)
+    if MONOKERNEL in arms:
+        replays[MONOKERNEL] = prepared
+    with runner.context(MONOKERNEL):
+        tensors, sizes = built.arguments_of(batch)
+    hidden = torch.empty((rows, geometry.hidden), dtype=torch.bfloat16, device=device)
+    distinct = distinct_experts(built.launch, tensors, sizes, hidden)
+    replays[LAUNCH] = graph_of(lambda: built.launch.run(tensors, sizes, hidden))
+    times = times_of(replays, steps)
+    selects = scored_pools(geometry, context) > 0
+    launched = Launched(
+        timing=times.pop(LAUNCH),
+        barriers=Barriers(barriers_of(built.launch, selects=selects), barrier_us(built.launch, tensors, sizes, steps)),
+        distinct_experts=distinct,
+        bytes=step_bytes(geometry, weights, [context] * rows, distinct),
+    )
+    return Point(rows, context, times, launched)
+
+
+def distinct_experts(launch: Launch, tensors: StepTensors, sizes: StepSizes, hidden: torch.Tensor) -> tuple[int, ...]:
+    """Distinct experts of each layer that routes, read from the workspace behind its experts' phase.
+
+    The step runs as a launch for each phase; the caches change as in any step.
+    """
+    counts = []
+    for index, phase in enumerate(launch.phases):
+        launch.run(tensors, sizes, hidden, index, index + 1)
+        if phase.kind is Kind.EXPERTS:
+            counts.append(int(launch.view("expert_list")[0, launch.workspace.distinct_count_at]))
+    return tuple(counts)
+
+
+def barriers_of(launch: Launch, *, selects: bool) -> int:
+    """Barriers of a launch: one between two phases; the selection is a phase only where some row must select."""
+    skipped = 0 if selects else sum(phase.kind is Kind.MLA_SELECT for phase in launch.phases)
+    return len(launch.phases) - skipped - 1
+
+
+def barrier_us(launch: Launch, tensors: StepTensors, sizes: StepSizes, steps: int) -> float:
+    """Microseconds of one barrier and the dispatch of a phase behind it, in a launch whose phases have no task.
+
+    The phases are attention phases of a step without rows. Every program arrives at every barrier, also where a step's
+    mix phases let most programs off.
+    """
+    idle = idle_launch(launch)
+    none = sizes._replace(rows=0)
+    hidden = torch.empty((1, launch.geometry.hidden), dtype=torch.bfloat16, device=launch.buffer.device)
+    count = len(idle.phases)
+    times = times_of(
+        {
+            "one": graph_of(lambda: idle.run(tensors, none, hidden, 0, 1)),
+            "all": graph_of(lambda: idle.run(tensors, none, hidden)),
+        },
+        steps,
+    )
+    return 1e3 * (times["all"].median_ms - times["one"].median_ms) / (count - 1)
+
+
+def idle_launch(launch: Launch) -> Launch:
+    """The same launch with a table of as many phases that touch nothing in a step of no rows."""
+    phases = [Phase(Kind.MLA_ATTEND, phase.layer, Access()) for phase in launch.phases]
+    return replace(launch, phases=phases, records=write_records(phases, launch.records.device))
+
+
+def graph_of(run: Callable[[], object]) -> Callable[[], None]:
+    """A CUDA graph of what `run` launches, as its replay."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -1,0 +1,216 @@
+"""What `glm53-mono bench` found: as numbers, as JSON, and as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from rich.table import Table
+
+from glm53_mono.cli.step_bytes import StepBytes
+from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG
+
+NOTES = (
+    "ms: median of graph replays, the arms in turn. A replay is a step but for sampling, in both arms alike: the "
+    "forward, SGLang's metadata nodes, and its LogitsProcessor with the head's matrix.",
+    "launch: the monokernel's launch alone, embedding to last norm; its bytes are the step's without the head's.",
+    "bytes: every weight once, the experts that some row chose, latents attended to, index keys scored, KDA state read "
+    "and written. Bandwidth fractions are these bytes over time over what a copy in the same run read and wrote.",
+    "barriers: a launch of as many phases that do no work, less one of a single phase. That is the price of meeting: "
+    "all programs arrive together, so waiting for the slowest of them is not in it.",
+    "inputs: no prompt was run; random tokens on caches filled with random values.",
+)
+"""What the numbers are, and are not; part of every report."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one thing over many replays."""
+
+    median_ms: float
+    least_ms: float
+    most_ms: float
+
+    @classmethod
+    def of(cls, milliseconds: Sequence[float]) -> Timing:
+        """Summarises single times."""
+        return cls(median(milliseconds), min(milliseconds), max(milliseconds))
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """The grid barriers of one launch."""
+
+    count: int
+    each_us: float
+
+    @property
+    def total_ms(self) -> float:
+        """All barriers of the launch."""
+        return self.count * self.each_us / 1e3
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What only a monokernel's launch tells.
+
+    Attributes:
+        timing: of the launch alone.
+        barriers: of it.
+        distinct_experts: of each layer with routed experts, in order.
+        bytes: that the launch cannot do without.
+    """
+
+    timing: Timing
+    barriers: Barriers
+    distinct_experts: tuple[int, ...]
+    bytes: StepBytes
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step shape.
+
+    Attributes:
+        rows: requests, one row each.
+        context: tokens of each request, the step's own included.
+        arms: the whole step's times, by arm.
+        launched: None where no monokernel was built.
+    """
+
+    rows: int
+    context: int
+    arms: Mapping[str, Timing]
+    launched: Launched | None
+
+    @property
+    def ratio(self) -> float | None:
+        """SGLang's time over the monokernel's: above 1 the monokernel is faster."""
+        if not {MONOKERNEL, SGLANG} <= self.arms.keys():
+            return None
+        return self.arms[SGLANG].median_ms / self.arms[MONOKERNEL].median_ms
+
+
+@dataclass
+class Report:
+    """A run.
+
+    Attributes:
+        provenance: device, versions, arguments.
+        copy_bytes_per_s: bytes that a device-to-device copy read and wrote in a second.
+        head_bytes: of the head's matrix.
+    """
+
+    provenance: Mapping[str, Any]
+    copy_bytes_per_s: float
+    head_bytes: int
+    points: list[Point] = field(default_factory=list)
+
+    def fraction(self, step_bytes: int, timing: Timing) -> float:
+        """Part of the copy bandwidth at which so many bytes were read in that time."""
+        return step_bytes / (timing.median_ms / 1e3) / self.copy_bytes_per_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON; every name ends in its unit, fractions and counts have none."""
+        return {
+            "provenance": dict(self.provenance),
+            "copy_bandwidth_bytes_per_s": self.copy_bytes_per_s,
+            "head_bytes": self.head_bytes,
+            "notes": list(NOTES),
+            "points": [self._point(point) for point in self.points],
+        }
+
+    def _point(self, point: Point) -> dict[str, Any]:
+        launched = point.launched
+        values: dict[str, Any] = {"rows": point.rows, "context_tokens": point.context}
+        values["arms"] = {
+            name: asdict(timing) | {"copy_bandwidth_fraction": self.arm_fraction(point, name)}
+            for name, timing in point.arms.items()
+        }
+        values["sglang_over_monokernel"] = point.ratio
+        if launched is not None:
+            barriers = launched.barriers
+            values["launch"] = asdict(launched.timing) | {
+                "copy_bandwidth_fraction": self.fraction(launched.bytes.total, launched.timing)
+            }
+            values["step_bytes"] = asdict(launched.bytes) | {"total": launched.bytes.total}
+            values["distinct_experts_mean"] = _mean(launched.distinct_experts)
+            values["distinct_experts_by_layer"] = list(launched.distinct_experts)
+            values["barriers"] = {
+                "count": barriers.count,
+                "each_us": barriers.each_us,
+                "total_ms": barriers.total_ms,
+                "launch_fraction": barriers.total_ms / launched.timing.median_ms,
+            }
+        return values
+
+    def arm_fraction(self, point: Point, arm: str) -> float | None:
+        """Part of the copy bandwidth of a whole step, the head's matrix counted; None where the bytes are unknown."""
+        if point.launched is None:
+            return None
+        return self.fraction(point.launched.bytes.total + self.head_bytes, point.arms[arm])
+
+    def write(self, path: Path) -> None:
+        """Write the JSON, all of it or nothing."""
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+        unfinished.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        unfinished.replace(path)
+
+    def table(self) -> Table:
+        """The points, a line each."""
+        table = Table(title=f"decode step, copy bandwidth {self.copy_bytes_per_s / 1e12:.2f} TB/s")
+        for name in (
+            "rows",
+            "context\ntokens",
+            "monokernel\nms",
+            "SGLang\nms",
+            "SGLang /\nmonokernel",
+            "experts\na layer",
+            "step\nGB",
+            "monokernel\nof copy",
+            "SGLang\nof copy",
+            "launch\nms",
+            "launch\nof copy",
+            "barriers",
+            "barriers\nms",
+            "barriers\nof launch",
+        ):
+            table.add_column(name, justify="right")
+        for point in self.points:
+            table.add_row(*self._cells(point))
+        return table
+
+    def _cells(self, point: Point) -> list[str]:
+        ms = {name: f"{timing.median_ms:.3f}" for name, timing in point.arms.items()}
+        share = {name: _percent(self.arm_fraction(point, name)) for name in point.arms}
+        cells = [str(point.rows), str(point.context), ms.get(MONOKERNEL, "-"), ms.get(SGLANG, "-")]
+        cells.append("-" if point.ratio is None else f"{point.ratio:.3f}")
+        launched = point.launched
+        if launched is None:
+            return [*cells, "-", "-", *(["-"] * 7)]
+        barriers, total = launched.barriers, launched.bytes.total + self.head_bytes
+        return [
+            *cells,
+            f"{_mean(launched.distinct_experts):.1f}",
+            f"{total / 1e9:.2f}",
+            share.get(MONOKERNEL, "-"),
+            share.get(SGLANG, "-"),
+            f"{launched.timing.median_ms:.3f}",
+            _percent(self.fraction(launched.bytes.total, launched.timing)),
+            str(barriers.count),
+            f"{barriers.total_ms:.3f}",
+            _percent(barriers.total_ms / launched.timing.median_ms),
+        ]
+
+
+def _mean(counts: Sequence[int]) -> float:
+    return mean(counts) if counts else 0.0
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
