@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,9 @@ ARMS = {
 
 RETRACTING = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "60"}
 """SGLang's own way to test retraction (scheduler.py: TEST_RETRACT)."""
+
+PYTHON_FRONT = {"SGLANG_RUST_SERVER": "false"}
+"""The Rust front of 0.5.23 takes no other `return_hidden_states` than true and false."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,28 @@ def on(request: pytest.FixtureRequest, off: Results, model: Model, plan: Plan, l
         return scenario.run(server, plan)
 
 
+@dataclass(frozen=True)
+class Unusual:
+    """What a server answers that runs as few do.
+
+    Attributes:
+        passing: `Plan.passing`, where requests lose their caches every few steps and start again.
+        last: the first forced request, with its last hidden state only.
+        log: what the server had printed.
+    """
+
+    passing: list[Answer]
+    last: Answer
+    log: str
+
+
 @pytest.fixture(scope="session")
-def retracted(model: Model, plan: Plan, logs: Path) -> list[Answer]:
-    """What the kernel answers where requests lose their caches every few steps and start again."""
-    with running(model.folder, logs / "retracted.log", *MONOKERNEL, environment=RETRACTING) as server:
-        answers = server.generate_in_turn(plan.passing, plan.aborted)
-        assert "retracted" in server.log.lower()
-    return answers
+def unusual(model: Model, plan: Plan, logs: Path) -> Unusual:
+    """The kernel in a server that retracts, and whose HTTP front is the one that knows the mode `last`."""
+    with running(model.folder, logs / "unusual.log", *MONOKERNEL, environment=RETRACTING | PYTHON_FRONT) as server:
+        passing = server.generate_in_turn(plan.passing, plan.aborted)
+        last = server.generate(replace(plan.forced[0], hidden="last"))
+        return Unusual(passing, last, server.log)
 
 
 def _head(folder: Path) -> torch.Tensor:

@@ -46,7 +46,6 @@ class Results:
         greedy: `Plan.greedy` in one batch.
         turns: the session's turns, all but the first with their history before them.
         passing: `Plan.passing`.
-        last: the first forced request again, with the last hidden state only.
         log: what the server had printed.
     """
 
@@ -55,7 +54,6 @@ class Results:
     greedy: list[Answer]
     turns: list[Answer]
     passing: list[Answer]
-    last: Answer
     log: str
 
 
@@ -91,6 +89,4 @@ def run(server: Server, plan: Plan) -> Results:
         turns.append(server.generate(Generation(history, len(answer), answer, hidden=True)))
         history += answer
     passing = server.generate_in_turn(plan.passing, plan.aborted)
-    first = plan.forced[0]
-    last = server.generate(Generation(first.prompt, first.tokens, first.forced, hidden="last"))
-    return Results(together, alone, greedy, turns, passing, last, server.log)
+    return Results(together, alone, greedy, turns, passing, server.log)

@@ -211,7 +211,7 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], server: Server) -> 
         try:
             if requests.get(f"{server.url}/health", timeout=5).ok:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             pass
         time.sleep(1)
     raise ServerError(f"the server does not answer after {START_S:g} s:\n{_last_lines(server)}")
