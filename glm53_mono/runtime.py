@@ -28,8 +28,8 @@ from glm53_mono.upstream.monokernel import BuildContext, Plan
 from glm53_mono.upstream.running import ServedStep, index_keys_are_tiled, longest_context, served_step
 from glm53_mono.upstream.step import Backends, attention_backends, has_embeds, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
+from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.model import StepWeights
-from glm53_mono.weights.sglang import from_sglang
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     """
     rank, ranks = upstream.tensor_parallel_rank()
     geometry = Geometry.from_config(hf_config, ranks)
-    weights = from_sglang(model, geometry)
+    weights = upstream.step_weights(model, geometry)
     step = served_step()
     launch = Launch.prepare(
         geometry,
@@ -82,7 +82,7 @@ class Runtime:
     def __init__(
         self,
         model: Any,
-        weights: StepWeights,
+        weights: StepWeights[Matrix],
         launch: Launch,
         step: ServedStep,
         fallbacks: Fallbacks,

@@ -22,6 +22,7 @@ from glm53_mono.upstream.monokernel import (
 )
 from glm53_mono.upstream.server import MissingRead, Server, read_server
 from glm53_mono.upstream.tensors import UpstreamError
+from glm53_mono.weights.descriptor import WeightError
 
 API_VERSION = 1
 """The version of SGLang's monokernel contract that this package is written against."""
@@ -67,7 +68,7 @@ def model_disable_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) 
     for read in (embedding_shard, model_layers, final_norm):
         try:
             read(model, geometry)
-        except UpstreamError as error:
+        except (UpstreamError, WeightError) as error:
             found.append(str(error))
     return found
 

@@ -224,7 +224,7 @@ def _measure(
     from glm53_mono.cli.bench_measure import copy_bandwidth, fill_caches, measure_point
     from glm53_mono.cli.bench_report import Report
     from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG
-    from glm53_mono.weights.sglang import from_sglang
+    from glm53_mono.upstream.model import step_weights
 
     if server.monokernel and SGLANG in arms:
         say("capturing SGLang's own forward")
@@ -232,7 +232,7 @@ def _measure(
     say("measuring the copy bandwidth")
     report = Report(origin, copy_bandwidth(), runner.head_bytes)
     geometry = Geometry.from_config(runner.hf_config, 1)
-    weights = from_sglang(runner.model, geometry)
+    weights = step_weights(runner.model, geometry)
     generator = torch.Generator("cuda").manual_seed(options.seed)
     fill_caches(runner, MONOKERNEL if server.monokernel else SGLANG, geometry, generator)
     shapes = shapes_of(options, runner.captured_rows, server.monokernel)

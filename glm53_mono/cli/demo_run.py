@@ -15,7 +15,7 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.reference import head
 from glm53_mono.reference.state import Caches, StepInputs
 from glm53_mono.reference.step import step
-from glm53_mono.reference.weights import ModelWeights
+from glm53_mono.weights.model import ModelWeights
 
 MakeRunner = Callable[[ModelWeights, Caches, Geometry], StepRunner]
 """Makes a fast side from the weights and the caches that SGLang's prompt left behind."""

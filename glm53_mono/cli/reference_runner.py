@@ -12,7 +12,7 @@ from glm53_mono.numerics import Distance
 from glm53_mono.reference import dense, head, mhc, moe, step
 from glm53_mono.reference.norm import rms_norm
 from glm53_mono.reference.state import Caches, StepInputs
-from glm53_mono.reference.weights import LayerWeights, ModelWeights, MoeWeights
+from glm53_mono.weights.model import LayerWeights, ModelWeights, MoeWeights
 
 SAME = Distance(rel=0.0, max_abs=0.0)
 
@@ -84,7 +84,7 @@ class ReferenceRunner:
             streams_in=given.streams_in,
             attn_in=whole.attention_in,
             attn_out=whole.attention.output,
-            ffn_in=rms_norm(mhc.read(between, gates.pre), weights.ffn_norm, self.geometry.rms_eps),
+            ffn_in=rms_norm(mhc.read(between, gates.pre), weights.ffn_mhc.norm, self.geometry.rms_eps),
             ffn_out=ffn_out,
             streams_out=parts_out,
             layer_out=whole_out,

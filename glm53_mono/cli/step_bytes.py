@@ -97,7 +97,7 @@ def scored_pools(geometry: Geometry, length: int) -> int:
 
 def _experts(ffn: MoeWeights, experts: int) -> int:
     """Bytes of a layer's routed experts; a shared one behind them in the same stack does not count."""
-    stacks = (ffn.experts_up, ffn.experts_down)
+    stacks = (ffn.gate_up, ffn.down)
     return sum(stack.bytes // stack.data.shape[0] * experts for stack in stacks)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from glm53_mono.program.phase import UPDATE_OWNS, UPDATE_READS, UPDATE_WRITES, Access, Phase, mix_phase
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.record import Kind, Word
-from glm53_mono.weights.model import KdaWeights, MixWeights
+from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.model import KdaWeights, MhcWeights
 
 PROJECT = Access(
     reads=frozenset({"mixed"}), writes=frozenset({"qkv", "gates", "conv_scratch"}), owns=frozenset({"conv"})
@@ -17,7 +18,7 @@ OUTPUT = Access(reads=UPDATE_READS | {"attended"}, writes=UPDATE_WRITES, owns=UP
 
 
 def kda_phases(
-    layer: int, ordinal: int, weights: KdaWeights, mix: MixWeights, next_mix: MixWeights, pools: Pools
+    layer: int, ordinal: int, weights: KdaWeights[Matrix], mix: MhcWeights, next_mix: MhcWeights, pools: Pools
 ) -> list[Phase]:
     """Phases of KDA layer `layer`, the `ordinal`-th of its kind in the pools."""
     scratch = pools.conv_scratch is not None
@@ -30,28 +31,28 @@ def kda_phases(
             {
                 Word.QKV: weights.qkv,
                 Word.BETA: weights.beta,
-                Word.F_A: weights.f_a,
-                Word.G_A: weights.g_a,
+                Word.F_A: weights.decay_down,
+                Word.G_A: weights.gate_down,
                 Word.CONV: weights.taps,
                 Word.CONV_POOL: pools.conv[ordinal],
                 Word.CONV_SCRATCH: pools.conv_scratch[ordinal] if scratch else None,
             },
-            streamed=(weights.qkv, weights.beta, weights.f_a, weights.g_a),
+            streamed=(weights.qkv, weights.beta, weights.decay_down, weights.gate_down),
         ),
         Phase(
             Kind.KDA_DELTA,
             layer,
             DELTA,
             {
-                Word.F_B: weights.f_b,
-                Word.G_B: weights.g_b,
+                Word.F_B: weights.decay_up,
+                Word.G_B: weights.gate_up,
                 Word.A_LOG: weights.a_log,
                 Word.DT_BIAS: weights.dt_bias,
                 Word.O_NORM: weights.output_norm,
                 Word.STATE_POOL: pools.state[ordinal],
                 Word.STATE_SCRATCH: pools.state_scratch[ordinal] if scratch else None,
             },
-            streamed=(weights.f_b, weights.g_b),
+            streamed=(weights.decay_up, weights.gate_up),
         ),
         Phase(
             Kind.KDA_OUTPUT,

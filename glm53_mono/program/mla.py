@@ -5,7 +5,8 @@ from __future__ import annotations
 from glm53_mono.program.phase import UPDATE_OWNS, UPDATE_READS, UPDATE_WRITES, Access, Phase, mix_phase
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.record import Kind, Word
-from glm53_mono.weights.model import MixWeights, MlaWeights
+from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.model import MhcWeights, MlaWeights
 
 PROJECT = Access(reads=frozenset({"mixed"}), writes=frozenset({"latents", "index_key", "index_gate", "head_weights"}))
 QUERY = Access(
@@ -26,10 +27,10 @@ OUTPUT = Access(reads=UPDATE_READS | {"attended"}, writes=UPDATE_WRITES, owns=UP
 
 
 def mla_phases(
-    layer: int, ordinal: int, weights: MlaWeights, mix: MixWeights, next_mix: MixWeights, pools: Pools
+    layer: int, ordinal: int, weights: MlaWeights[Matrix], mix: MhcWeights, next_mix: MhcWeights, pools: Pools
 ) -> list[Phase]:
     """Phases of MLA layer `layer`, the `ordinal`-th of its kind in the pools. A launch skips SELECT if no row must."""
-    w = weights
+    w, index = weights, weights.indexer
     return [
         mix_phase(layer, mix),
         Phase(
@@ -37,12 +38,12 @@ def mla_phases(
             layer,
             PROJECT,
             {
-                Word.LATENTS: w.latents,
-                Word.INDEX_KEY: w.index_key,
-                Word.INDEX_GATE: w.index_gate,
-                Word.HEAD_WEIGHTS: w.head_weights,
+                Word.LATENTS: w.query_latent,
+                Word.INDEX_KEY: index.key,
+                Word.INDEX_GATE: index.pool_gate,
+                Word.HEAD_WEIGHTS: index.head_weights,
             },
-            streamed=(w.latents, w.index_key, w.index_gate),
+            streamed=(w.query_latent, index.key, index.pool_gate),
         ),
         Phase(
             Kind.MLA_QUERY,
@@ -50,18 +51,18 @@ def mla_phases(
             QUERY,
             {
                 Word.QUERY: w.query,
-                Word.INDEX_QUERY: w.index_query,
+                Word.INDEX_QUERY: index.query,
                 Word.QUERY_NORM: w.query_norm,
                 Word.LATENT_NORM: w.latent_norm,
-                Word.KEY_NORM_WEIGHT: w.key_norm_weight,
-                Word.KEY_NORM_BIAS: w.key_norm_bias,
-                Word.POSITION_BIAS: w.position_bias,
+                Word.KEY_NORM_WEIGHT: index.key_norm_weight,
+                Word.KEY_NORM_BIAS: index.key_norm_bias,
+                Word.POSITION_BIAS: index.position_bias,
                 Word.LATENT_POOL: pools.latent[ordinal],
                 Word.INDEX_POOL: pools.index[ordinal],
                 Word.RING_KEY: pools.ring_key[ordinal],
                 Word.RING_GATE: pools.ring_gate[ordinal],
             },
-            streamed=(w.query, w.index_query),
+            streamed=(w.query, index.query),
         ),
         Phase(
             Kind.MLA_ABSORB,

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from glm53_mono.program.phase import UPDATE_OWNS, UPDATE_READS, UPDATE_WRITES, Access, Phase, mix_phase
 from glm53_mono.program.record import Kind, Word
-from glm53_mono.weights.model import MixWeights, MoeWeights
+from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.model import DenseWeights, MhcWeights, MoeWeights
 
 ROUTER = Access(reads=frozenset({"mixed"}), writes=frozenset({"router", "expert_wide"}))
 EXPERTS = Access(reads=frozenset({"router", "mixed"}), writes=frozenset({"expert_wide"}))
 DOWN = Access(reads=UPDATE_READS | {"expert_wide"}, writes=UPDATE_WRITES, owns=UPDATE_OWNS)
 
 
-def moe_phases(layer: int, weights: MoeWeights, mix: MixWeights, next_mix: MixWeights | None) -> list[Phase]:
+def moe_phases(layer: int, weights: MoeWeights[Matrix], mix: MhcWeights, next_mix: MhcWeights | None) -> list[Phase]:
     """Phases of a sparse FFN; `next_mix` is the next layer's attention mix, None after the last layer."""
-    shared_up, shared_down = weights.shared_addresses()
+    shared = weights.shared or DenseWeights(weights.gate_up.item(-1), weights.down.item(-1))
     return [
         mix_phase(layer, mix),
         Phase(
             Kind.ROUTER,
             layer,
             ROUTER,
-            {Word.GATE: weights.router, Word.SHARED_UP: shared_up},
+            {Word.GATE: weights.router, Word.SHARED_UP: shared.gate_up},
             streamed=(weights.router,),
         ),
         Phase(
@@ -28,18 +29,18 @@ def moe_phases(layer: int, weights: MoeWeights, mix: MixWeights, next_mix: MixWe
             layer,
             EXPERTS,
             {
-                Word.EXPERTS_UP: weights.experts_up,
+                Word.EXPERTS_UP: weights.gate_up,
                 Word.GATE_BIAS: weights.bias,
-                Word.EXPERTS_DOWN: weights.experts_down,
-                Word.SHARED_DOWN: shared_down,
+                Word.EXPERTS_DOWN: weights.down,
+                Word.SHARED_DOWN: shared.down,
             },
-            streamed=(weights.experts_up,),
+            streamed=(weights.gate_up,),
         ),
         Phase(
             Kind.DOWN,
             layer,
             DOWN,
             {Word.UPDATE_FN: next_mix.fn if next_mix else None},
-            streamed=(weights.experts_down,),
+            streamed=(weights.down,),
         ),
     ]

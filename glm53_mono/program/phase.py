@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm53_mono.program.record import Kind, Word
 from glm53_mono.weights.descriptor import Matrix, checked_address
-from glm53_mono.weights.model import MixWeights
+from glm53_mono.weights.model import MhcWeights
 
 Value = Tensor | Matrix | int | None
 
@@ -63,6 +63,6 @@ UPDATE_OWNS = frozenset({"streams"})
 UPDATE_WRITES = frozenset({"mix"})
 
 
-def mix_phase(layer: int, mix: MixWeights) -> Phase:
+def mix_phase(layer: int, mix: MhcWeights) -> Phase:
     """Reads the streams for a branch: its input, and the coefficients with which its output is written back."""
     return Phase(Kind.MIX, layer, MIX, {Word.MIX_SCALE: mix.scale, Word.MIX_BASE: mix.base, Word.MIX_NORM: mix.norm})

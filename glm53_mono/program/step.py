@@ -13,13 +13,14 @@ from glm53_mono.program.moe import moe_phases
 from glm53_mono.program.phase import UPDATE_WRITES, Access, Phase
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.record import RECORD, Kind, Word
+from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.model import DenseWeights, KdaWeights, StepWeights
 
 EMBED = Access(writes=UPDATE_WRITES | {"streams"})
 HEAD = Access(reads=frozenset({"streams"}), writes=frozenset({"hidden"}))
 
 
-def step_phases(geometry: Geometry, weights: StepWeights, pools: Pools) -> list[Phase]:
+def step_phases(geometry: Geometry, weights: StepWeights[Matrix], pools: Pools) -> list[Phase]:
     """Every phase of a decode or verify step, from the embedding to the final norm."""
     layers = weights.layers
     phases = [
@@ -27,21 +28,21 @@ def step_phases(geometry: Geometry, weights: StepWeights, pools: Pools) -> list[
             Kind.EMBED,
             -1,
             EMBED,
-            {Word.EMBEDDING: weights.embedding, Word.UPDATE_FN: layers[0].attention_mix.fn},
+            {Word.EMBEDDING: weights.embedding, Word.UPDATE_FN: layers[0].attention_mhc.fn},
         )
     ]
     for index, layer in enumerate(layers):
-        following = layers[index + 1].attention_mix if index + 1 < len(layers) else None
+        following = layers[index + 1].attention_mhc if index + 1 < len(layers) else None
         if isinstance(layer.attention, KdaWeights):
             ordinal = geometry.kda_layers.index(index)
-            phases += kda_phases(index, ordinal, layer.attention, layer.attention_mix, layer.ffn_mix, pools)
+            phases += kda_phases(index, ordinal, layer.attention, layer.attention_mhc, layer.ffn_mhc, pools)
         else:
             ordinal = geometry.dsa_layers.index(index)
-            phases += mla_phases(index, ordinal, layer.attention, layer.attention_mix, layer.ffn_mix, pools)
+            phases += mla_phases(index, ordinal, layer.attention, layer.attention_mhc, layer.ffn_mhc, pools)
         if isinstance(layer.ffn, DenseWeights):
-            phases += dense_phases(index, layer.ffn, layer.ffn_mix, following)
+            phases += dense_phases(index, layer.ffn, layer.ffn_mhc, following)
         else:
-            phases += moe_phases(index, layer.ffn, layer.ffn_mix, following)
+            phases += moe_phases(index, layer.ffn, layer.ffn_mhc, following)
     phases.append(Phase(Kind.HEAD, len(layers), HEAD, {Word.FINAL_NORM: weights.norm}))
     return phases
 

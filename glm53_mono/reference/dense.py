@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from glm53_mono.reference import numerics
-from glm53_mono.reference.weights import DenseWeights
+from glm53_mono.weights.model import DenseWeights
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
@@ -24,7 +24,7 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return (numerics.silu(gate.clamp(max=limit).float()) * up.clamp(-limit, limit).float()).bfloat16()
 
 
-def ffn(y: Tensor, weights: DenseWeights, limit: float) -> Tensor:
+def ffn(y: Tensor, weights: DenseWeights[Tensor], limit: float) -> Tensor:
     """Gate and up, SwiGLU, down, each rounded to bf16 (deepseek_v2.py:339-493).
 
     Args:

@@ -16,7 +16,7 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.reference import index_cache, numerics
 from glm53_mono.reference.norm import layer_norm
 from glm53_mono.reference.state import Caches, StepInputs
-from glm53_mono.reference.weights import IndexerWeights
+from glm53_mono.weights.model import IndexerWeights
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Projections:
     """[rows, index_head_dim] bf16, without the position bias."""
 
 
-def project(y: Tensor, query_latent: Tensor, weights: IndexerWeights, geometry: Geometry) -> Projections:
+def project(y: Tensor, query_latent: Tensor, weights: IndexerWeights[Tensor], geometry: Geometry) -> Projections:
     """Queries, head weights, key and pooling gate (dsa_indexer_kpool.py:241-246, 655-735).
 
     Args:
@@ -58,7 +58,7 @@ def project(y: Tensor, query_latent: Tensor, weights: IndexerWeights, geometry: 
     )
 
 
-def head_weights(y: Tensor, query_scale: Tensor, weights: IndexerWeights, geometry: Geometry) -> Tensor:
+def head_weights(y: Tensor, query_scale: Tensor, weights: IndexerWeights[Tensor], geometry: Geometry) -> Tensor:
     """Weight of each head's score, [rows, index_heads] fp32, query's scale included (dsa_indexer_kpool.py:241-246)."""
     projected = numerics.linear_fp32(y, weights.head_weights) * geometry.index_heads**-0.5
     return projected * query_scale * geometry.index_head_dim**-0.5
@@ -86,7 +86,7 @@ def update(
     inputs: StepInputs,
     caches: Caches,
     ordinal: int,
-    weights: IndexerWeights,
+    weights: IndexerWeights[Tensor],
     geometry: Geometry,
 ) -> None:
     """Put every token into the ring, then cache the pools that the step finishes.

@@ -14,7 +14,7 @@ from torch import Tensor
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference import numerics
 from glm53_mono.reference.state import Caches, StepInputs
-from glm53_mono.reference.weights import KdaWeights
+from glm53_mono.weights.model import KdaWeights
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Attention:
     """[rows, hidden] bf16."""
 
 
-def project(y: Tensor, weights: KdaWeights) -> Projections:
+def project(y: Tensor, weights: KdaWeights[Tensor]) -> Projections:
     """All projections of y [rows, hidden] bf16; the rank-128 intermediates are rounded (glm5_next.py:597-634)."""
     return Projections(
         qkv=numerics.linear(y, weights.qkv),
@@ -115,7 +115,9 @@ def l2_normalise(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def delta_inputs(convolved: Tensor, decay: Tensor, beta: Tensor, weights: KdaWeights, geometry: Geometry) -> Inputs:
+def delta_inputs(
+    convolved: Tensor, decay: Tensor, beta: Tensor, weights: KdaWeights[Tensor], geometry: Geometry
+) -> Inputs:
     """Split, normalise and gate what the delta rule takes in.
 
     Args:
@@ -175,7 +177,7 @@ def gated_norm(core: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor
 
 
 def attention(
-    y: Tensor, inputs: StepInputs, caches: Caches, ordinal: int, weights: KdaWeights, geometry: Geometry
+    y: Tensor, inputs: StepInputs, caches: Caches, ordinal: int, weights: KdaWeights[Tensor], geometry: Geometry
 ) -> Attention:
     """One KDA layer's attention.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference import numerics
-from glm53_mono.reference.weights import MhcWeights
+from glm53_mono.weights.model import MhcWeights
 
 
 @dataclass(frozen=True)

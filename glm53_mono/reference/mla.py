@@ -11,7 +11,7 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.reference import indexer, numerics
 from glm53_mono.reference.norm import rms_norm
 from glm53_mono.reference.state import PADDED_LOCATION, Caches, StepInputs
-from glm53_mono.reference.weights import MlaWeights
+from glm53_mono.weights.model import MlaWeights
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Attention:
     """[rows, hidden] bf16."""
 
 
-def latents(y: Tensor, weights: MlaWeights, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def latents(y: Tensor, weights: MlaWeights[Tensor], geometry: Geometry) -> tuple[Tensor, Tensor]:
     """The normalised query latent [rows, q_rank] and cached latent [rows, latent], bf16 (forward_mla.py:295-420).
 
     Args:
@@ -49,7 +49,7 @@ def latents(y: Tensor, weights: MlaWeights, geometry: Geometry) -> tuple[Tensor,
     )
 
 
-def absorbed_query(query_latent: Tensor, weights: MlaWeights, geometry: Geometry) -> Tensor:
+def absorbed_query(query_latent: Tensor, weights: MlaWeights[Tensor], geometry: Geometry) -> Tensor:
     """Queries in the latent space: q_b, rounded, then each head's key matrix, rounded (forward_mla.py:586).
 
     Args:
@@ -61,7 +61,7 @@ def absorbed_query(query_latent: Tensor, weights: MlaWeights, geometry: Geometry
         [rows, mla_heads, latent] bf16.
     """
     query = numerics.linear(query_latent, weights.query).unflatten(-1, (geometry.mla_heads, geometry.qk_head_dim))
-    return numerics.matmul(query.transpose(0, 1), weights.key_up).transpose(0, 1).bfloat16()
+    return numerics.linear(query.transpose(0, 1), weights.key_up).transpose(0, 1)
 
 
 def sparse_attention(
@@ -94,7 +94,7 @@ def sparse_attention(
     return mixed.masked_fill(total == 0, 0).bfloat16()
 
 
-def values(mixed: Tensor, weights: MlaWeights) -> Tensor:
+def values(mixed: Tensor, weights: MlaWeights[Tensor]) -> Tensor:
     """Each head's value matrix applied to its mixed latent (forward_mla.py:921-933).
 
     Args:
@@ -104,7 +104,7 @@ def values(mixed: Tensor, weights: MlaWeights) -> Tensor:
     Returns:
         [rows, mla_heads * v_head_dim] bf16.
     """
-    return numerics.matmul(mixed.transpose(0, 1), weights.value_up).transpose(0, 1).bfloat16().flatten(1)
+    return numerics.linear(mixed.transpose(0, 1), weights.value_up).transpose(0, 1).flatten(1)
 
 
 def attention(
@@ -112,7 +112,7 @@ def attention(
     inputs: StepInputs,
     caches: Caches,
     ordinal: int,
-    weights: MlaWeights,
+    weights: MlaWeights[Tensor],
     geometry: Geometry,
     *,
     round_probabilities: bool = False,

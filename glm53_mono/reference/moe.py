@@ -11,7 +11,7 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.reference import numerics
 from glm53_mono.reference.dense import clamped_swiglu
 from glm53_mono.reference.dense import ffn as dense_ffn
-from glm53_mono.reference.weights import MoeWeights
+from glm53_mono.weights.model import MoeWeights
 
 RENORMALISE_EPS = 1e-20
 """Added to the sum of the chosen scores (`_RENORMALIZE_SUM_EPSILON`, srt/layers/moe/topk.py)."""
@@ -67,7 +67,7 @@ def append_shared(ids: Tensor, weights: Tensor, expert: int, routed_scale: float
     )
 
 
-def expert_outputs(y: Tensor, ids: Tensor, weights: Tensor, moe: MoeWeights, limit: float) -> Tensor:
+def expert_outputs(y: Tensor, ids: Tensor, weights: Tensor, moe: MoeWeights[Tensor], limit: float) -> Tensor:
     """Each slot's expert output; the down GEMM's fp32 result is weighted, then rounded
     (fused_moe_triton_kernels.py:631-634).
 
@@ -106,7 +106,7 @@ def combine(slots: Tensor, routed_scale: float) -> Tensor:
     return (total * routed_scale).bfloat16()
 
 
-def ffn(y: Tensor, weights: MoeWeights, geometry: Geometry) -> Moe:
+def ffn(y: Tensor, weights: MoeWeights[Tensor], geometry: Geometry) -> Moe:
     """Router, routed experts and the shared expert.
 
     A separate shared expert is added to the rounded routed sum, with a second rounding

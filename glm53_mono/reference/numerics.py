@@ -30,12 +30,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight^T` for x [rows, k] and weight [n, k], as fp32 [rows, n]."""
+    """`x @ weight^T` for x [..., rows, k] and weight [..., n, k], as fp32 [..., rows, n]."""
     return matmul(x, weight.transpose(-1, -2))
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight^T` for x [rows, k] and weight [n, k], rounded to bf16 [rows, n] as a bf16 GEMM stores it."""
+    """`x @ weight^T` rounded to bf16 as a bf16 GEMM stores it; shapes as of `linear_fp32`."""
     return linear_fp32(x, weight).bfloat16()
 
 

@@ -10,7 +10,7 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.reference import dense, head, kda, mhc, mla, moe
 from glm53_mono.reference.norm import rms_norm
 from glm53_mono.reference.state import PADDED_SLOT, Caches, StepInputs
-from glm53_mono.reference.weights import KdaWeights, LayerWeights, MhcWeights, MlaWeights, ModelWeights, MoeWeights
+from glm53_mono.weights.model import KdaWeights, LayerWeights, MhcWeights, MlaWeights, ModelWeights, MoeWeights
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LayerTrace:
 
 def step(
     inputs: StepInputs,
-    weights: ModelWeights,
+    weights: ModelWeights[Tensor],
     caches: Caches,
     geometry: Geometry,
     trace: list[LayerTrace] | None = None,
@@ -78,7 +78,7 @@ def layer(
     streams: Tensor,
     index: int,
     inputs: StepInputs,
-    weights: LayerWeights,
+    weights: LayerWeights[Tensor],
     caches: Caches,
     geometry: Geometry,
     *,
@@ -95,7 +95,7 @@ def layer(
         geometry: sizes at TP 1.
         round_probabilities: of the sparse attention, see `mla.sparse_attention`.
     """
-    attention_gates, attention_in = _read(streams, weights.attention_mhc, weights.attention_norm, geometry)
+    attention_gates, attention_in = _read(streams, weights.attention_mhc, geometry)
     attention: kda.Attention | mla.Attention
     if isinstance(weights.attention, KdaWeights):
         ordinal = geometry.kda_layers.index(index)
@@ -104,7 +104,7 @@ def layer(
         attention = _sparse(attention_in, index, inputs, weights.attention, caches, geometry, round_probabilities)
     between = mhc.write(attention.output, streams, attention_gates)
 
-    ffn_gates, ffn_in = _read(between, weights.ffn_mhc, weights.ffn_norm, geometry)
+    ffn_gates, ffn_in = _read(between, weights.ffn_mhc, geometry)
     experts = moe.ffn(ffn_in, weights.ffn, geometry) if isinstance(weights.ffn, MoeWeights) else None
     ffn_out = experts.output if experts else dense.ffn(ffn_in, weights.ffn, geometry.swiglu_limit)
     return LayerTrace(
@@ -144,16 +144,16 @@ def commit(caches: Caches, inputs: StepInputs, accepted: Tensor) -> None:
     caches.conv[:, slots] = caches.intermediate_conv[:, rows, last]
 
 
-def _read(streams: Tensor, mhc_weights: MhcWeights, norm: Tensor, geometry: Geometry) -> tuple[mhc.Gates, Tensor]:
-    gates = mhc.gates(mhc.mix(streams, mhc_weights.fn, geometry.rms_eps), mhc_weights, geometry)
-    return gates, rms_norm(mhc.read(streams, gates.pre), norm, geometry.rms_eps)
+def _read(streams: Tensor, weights: MhcWeights, geometry: Geometry) -> tuple[mhc.Gates, Tensor]:
+    gates = mhc.gates(mhc.mix(streams, weights.fn, geometry.rms_eps), weights, geometry)
+    return gates, rms_norm(mhc.read(streams, gates.pre), weights.norm, geometry.rms_eps)
 
 
 def _sparse(
     y: Tensor,
     index: int,
     inputs: StepInputs,
-    weights: MlaWeights,
+    weights: MlaWeights[Tensor],
     caches: Caches,
     geometry: Geometry,
     round_probabilities: bool,

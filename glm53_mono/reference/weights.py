@@ -1,19 +1,24 @@
-"""The model's weights as the reference reads them, and how they come out of a checkpoint.
-
-Dtypes are those of SGLang's parameters: bf16, but fp32 for the mHC matrices, `A_log`, `dt_bias`, the convolution taps,
-the indexer's head weights, key norm and position bias, and the router's bias.
-"""
+"""The reference's weights out of a checkpoint, in the dtypes of SGLang's parameters: matrices are bf16."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from glm53_mono.geometry import Geometry
+from glm53_mono.weights.model import (
+    DenseWeights,
+    IndexerWeights,
+    KdaWeights,
+    LayerWeights,
+    MhcWeights,
+    MlaWeights,
+    ModelWeights,
+    MoeWeights,
+)
 
 PREFIX = "model.language_model."
 """What the names of the text model's tensors begin with in a checkpoint."""
@@ -23,145 +28,7 @@ class CheckpointError(ValueError):
     """A checkpoint that does not hold what the geometry needs; the message names the tensor."""
 
 
-@dataclass(frozen=True)
-class MhcWeights:
-    """One branch's hyper-connection."""
-
-    fn: Tensor
-    """[mix, streams * hidden] fp32."""
-    scale: Tensor
-    """[3] fp32: of pre, post and comb."""
-    base: Tensor
-    """[mix] fp32."""
-
-
-@dataclass(frozen=True)
-class KdaWeights:
-    """One linear-attention layer; P = kda_width = kda_heads * kda_head_dim."""
-
-    qkv: Tensor
-    """[3 * P, hidden] bf16: q, k, v."""
-    beta: Tensor
-    """[kda_heads, hidden] bf16."""
-    decay_down: Tensor
-    """[kda_head_dim, hidden] bf16 (f_a)."""
-    decay_up: Tensor
-    """[P, kda_head_dim] bf16 (f_b)."""
-    gate_down: Tensor
-    """[kda_head_dim, hidden] bf16 (g_a)."""
-    gate_up: Tensor
-    """[P, kda_head_dim] bf16 (g_b)."""
-    taps: Tensor
-    """[3 * P, conv_taps] fp32, oldest input first."""
-    a_log: Tensor
-    """[kda_heads] fp32."""
-    dt_bias: Tensor
-    """[kda_heads, kda_head_dim] fp32."""
-    output_norm: Tensor
-    """[kda_head_dim] bf16."""
-    output: Tensor
-    """[hidden, P] bf16."""
-
-
-@dataclass(frozen=True)
-class IndexerWeights:
-    """The sparse indexer of one MLA layer."""
-
-    query: Tensor
-    """[index_heads * index_head_dim, q_rank] bf16 (wq_b)."""
-    key: Tensor
-    """[index_head_dim, hidden] bf16 (wk)."""
-    key_norm_weight: Tensor
-    """[index_head_dim] fp32."""
-    key_norm_bias: Tensor
-    """[index_head_dim] fp32."""
-    head_weights: Tensor
-    """[index_heads, hidden] fp32 (weights_proj)."""
-    pool_gate: Tensor
-    """[index_head_dim, hidden] bf16 (index_kpool_compress_gate)."""
-    position_bias: Tensor
-    """[pool, index_head_dim] fp32, added to the gate by position inside the pool (index_kpool_compress_ape)."""
-
-
-@dataclass(frozen=True)
-class MlaWeights:
-    """One sparse-attention layer."""
-
-    query_latent: Tensor
-    """[q_rank + latent, hidden] bf16: q_a_proj, then kv_a_proj_with_mqa."""
-    query_norm: Tensor
-    """[q_rank] bf16."""
-    latent_norm: Tensor
-    """[latent] bf16."""
-    query: Tensor
-    """[mla_heads * qk_head_dim, q_rank] bf16 (q_b_proj)."""
-    key_up: Tensor
-    """[mla_heads, qk_head_dim, latent] bf16: the key rows of kv_b_proj, absorbed into the query."""
-    value_up: Tensor
-    """[mla_heads, latent, v_head_dim] bf16: the value rows of kv_b_proj, transposed."""
-    output: Tensor
-    """[hidden, mla_heads * v_head_dim] bf16."""
-    indexer: IndexerWeights
-
-
-@dataclass(frozen=True)
-class DenseWeights:
-    """A dense FFN or a shared expert, `width` wide."""
-
-    gate_up: Tensor
-    """[2 * width, hidden] bf16: gate, then up."""
-    down: Tensor
-    """[hidden, width] bf16."""
-
-
-@dataclass(frozen=True)
-class MoeWeights:
-    """Routed experts, and the shared one: a DenseWeights, or fused as row `experts` of the expert tensors."""
-
-    router: Tensor
-    """[experts, hidden] bf16."""
-    bias: Tensor
-    """[experts] fp32, for the choice alone (e_score_correction_bias)."""
-    gate_up: Tensor
-    """[experts (+ 1 if fused), 2 * expert_width, hidden] bf16 (w13_weight)."""
-    down: Tensor
-    """[experts (+ 1 if fused), hidden, expert_width] bf16 (w2_weight)."""
-    shared: DenseWeights | None
-    """None when the shared expert is fused."""
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer."""
-
-    attention_mhc: MhcWeights
-    attention_norm: Tensor
-    """[hidden] bf16 (input_layernorm)."""
-    attention: KdaWeights | MlaWeights
-    ffn_mhc: MhcWeights
-    ffn_norm: Tensor
-    """[hidden] bf16 (post_attention_layernorm)."""
-    ffn: DenseWeights | MoeWeights
-
-
-@dataclass(frozen=True)
-class ModelWeights:
-    """The text model without its MTP layer."""
-
-    embedding: Tensor
-    """[vocab, hidden] bf16."""
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor
-    """[hidden] bf16."""
-    head: Tensor
-    """[vocab, hidden] bf16 (lm_head)."""
-
-    def to(self, device: torch.device | str) -> ModelWeights:
-        """The same weights on another device."""
-        return _moved(self, device)
-
-
-def fuse_shared_expert(weights: MoeWeights) -> MoeWeights:
+def fuse_shared_expert(weights: MoeWeights[Tensor]) -> MoeWeights[Tensor]:
     """Append a separate shared expert to the routed ones, as SGLang's fusion loads it (glm5_next.py:1377)."""
     if weights.shared is None:
         raise ValueError("the shared expert is fused already; give MoE weights with a separate one")
@@ -174,7 +41,7 @@ def fuse_shared_expert(weights: MoeWeights) -> MoeWeights:
     )
 
 
-def from_checkpoint(tensors: Mapping[str, Tensor], geometry: Geometry) -> ModelWeights:
+def from_checkpoint(tensors: Mapping[str, Tensor], geometry: Geometry) -> ModelWeights[Tensor]:
     """Read the model out of a checkpoint's tensors.
 
     Args:
@@ -224,29 +91,28 @@ class _Reader:
         return tensor
 
 
-def _layer(layer: _Reader, index: int) -> LayerWeights:
+def _layer(layer: _Reader, index: int) -> LayerWeights[Tensor]:
     geometry = layer.geometry
     attention, ffn = layer.within("self_attn."), layer.within("mlp.")
     return LayerWeights(
-        attention_mhc=_mhc(layer, "attn"),
-        attention_norm=layer.bf16("input_layernorm.weight", geometry.hidden),
+        attention_mhc=_mhc(layer, "attn", "input_layernorm"),
         attention=_kda(attention) if geometry.is_kda(index) else _mla(attention),
-        ffn_mhc=_mhc(layer, "ffn"),
-        ffn_norm=layer.bf16("post_attention_layernorm.weight", geometry.hidden),
+        ffn_mhc=_mhc(layer, "ffn", "post_attention_layernorm"),
         ffn=_dense(ffn, geometry.dense_width) if geometry.is_dense(index) else _moe(ffn),
     )
 
 
-def _mhc(layer: _Reader, branch: str) -> MhcWeights:
+def _mhc(layer: _Reader, branch: str, norm: str) -> MhcWeights:
     geometry = layer.geometry
     return MhcWeights(
         fn=layer.fp32(f"hc_{branch}_fn", geometry.mix, geometry.stream_width),
         scale=layer.fp32(f"hc_{branch}_scale", 3),
         base=layer.fp32(f"hc_{branch}_base", geometry.mix),
+        norm=layer.bf16(f"{norm}.weight", geometry.hidden),
     )
 
 
-def _kda(attention: _Reader) -> KdaWeights:
+def _kda(attention: _Reader) -> KdaWeights[Tensor]:
     g = attention.geometry
     width, rank = g.kda_width, g.kda_head_dim
     taps = [attention.fp32(f"{part}_conv1d.weight", width, 1, g.conv_taps) for part in "qkv"]
@@ -265,7 +131,7 @@ def _kda(attention: _Reader) -> KdaWeights:
     )
 
 
-def _mla(attention: _Reader) -> MlaWeights:
+def _mla(attention: _Reader) -> MlaWeights[Tensor]:
     g = attention.geometry
     key_value = attention.bf16("kv_b_proj.weight", g.mla_heads * (g.qk_head_dim + g.v_head_dim), g.latent)
     key_up, value_up = key_value.view(g.mla_heads, -1, g.latent).split((g.qk_head_dim, g.v_head_dim), dim=1)
@@ -279,14 +145,14 @@ def _mla(attention: _Reader) -> MlaWeights:
         query_norm=attention.bf16("q_a_layernorm.weight", g.q_rank),
         latent_norm=attention.bf16("kv_a_layernorm.weight", g.latent),
         query=attention.bf16("q_b_proj.weight", g.mla_heads * g.qk_head_dim, g.q_rank),
-        key_up=key_up.contiguous(),
-        value_up=value_up.transpose(1, 2).contiguous(),
+        key_up=key_up.transpose(1, 2).contiguous(),
+        value_up=value_up.contiguous(),
         output=attention.bf16("o_proj.weight", g.hidden, g.mla_heads * g.v_head_dim),
         indexer=_indexer(attention.within("indexer.")),
     )
 
 
-def _indexer(indexer: _Reader) -> IndexerWeights:
+def _indexer(indexer: _Reader) -> IndexerWeights[Tensor]:
     g = indexer.geometry
     return IndexerWeights(
         query=indexer.bf16("wq_b.weight", g.index_heads * g.index_head_dim, g.q_rank),
@@ -299,7 +165,7 @@ def _indexer(indexer: _Reader) -> IndexerWeights:
     )
 
 
-def _dense(ffn: _Reader, width: int) -> DenseWeights:
+def _dense(ffn: _Reader, width: int) -> DenseWeights[Tensor]:
     hidden = ffn.geometry.hidden
     return DenseWeights(
         gate_up=torch.cat((ffn.bf16("gate_proj.weight", width, hidden), ffn.bf16("up_proj.weight", width, hidden))),
@@ -307,7 +173,7 @@ def _dense(ffn: _Reader, width: int) -> DenseWeights:
     )
 
 
-def _moe(ffn: _Reader) -> MoeWeights:
+def _moe(ffn: _Reader) -> MoeWeights[Tensor]:
     g = ffn.geometry
     experts = [_dense(ffn.within(f"experts.{expert}."), g.expert_width) for expert in range(g.experts)]
     return MoeWeights(
@@ -317,13 +183,3 @@ def _moe(ffn: _Reader) -> MoeWeights:
         down=torch.stack([expert.down for expert in experts]),
         shared=_dense(ffn.within("shared_experts."), g.expert_width),
     )
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(_moved(item, device) for item in value)
-    if is_dataclass(value):
-        return type(value)(**{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
-    return value

@@ -14,7 +14,7 @@
 | `launch.py` | a server as it would be launched, resolved by SGLang itself |
 | `bench_runner.py` | a model runner without a server, for the benchmark |
 
-Importing this package imports neither SGLang nor torch; `monokernel` and the functions of the readers do.
+Importing this package imports neither SGLang nor torch; `monokernel`, `model` and the functions of the readers do.
 """
 
 from glm53_mono.upstream.reads import SGLANG_READS

@@ -1,172 +1,60 @@
-"""The model's weights, where SGLang put them: one typed record a layer part, every tensor's layout checked once.
+"""The model's weights, read where SGLang put them: every tensor's layout is checked once, none is copied.
 
-M is the hidden size, H the rank's heads, P = H x 128 the rank's KDA width. Matrices are [outputs, inputs] row-major
-unless a docstring says otherwise. Weights are read as bf16; another format is refused by name.
+Weights are read as bf16; another format is refused by name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from glm53_mono.geometry import Geometry
 from glm53_mono.upstream.tensors import UpstreamError, expect
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True)
-class Mix:
-    """mHC parameters before attention or before the FFN (glm5_next.py: Glm5NextDecoderLayer).
-
-    Attributes:
-        fn: [24, 4M] fp32, rows pre 4 | post 4 | comb 16.
-        base: [24] fp32.
-        scale: [3] fp32, of pre, post and comb.
-    """
-
-    fn: torch.Tensor
-    base: torch.Tensor
-    scale: torch.Tensor
-
-
-@dataclass(frozen=True)
-class KdaWeights:
-    """A KDA layer's attention; the three forms in which SGLang fuses its projections look alike here.
-
-    Attributes:
-        qkv: [3P, M], q | k | v.
-        beta: [H, M].
-        forget_down, gate_down: [128, M].
-        forget_up, gate_up: [P, 128].
-        conv: [3P, taps] fp32, the newest input last.
-        a_log: [H] fp32.
-        dt_bias: [P] fp32.
-        norm: [128], the gated norm's weight.
-        out: [M, P].
-    """
-
-    qkv: torch.Tensor
-    beta: torch.Tensor
-    forget_down: torch.Tensor
-    gate_down: torch.Tensor
-    forget_up: torch.Tensor
-    gate_up: torch.Tensor
-    conv: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: torch.Tensor
-    out: torch.Tensor
-
-
-@dataclass(frozen=True)
-class IndexerWeights:
-    """A DSA layer's indexer (dsa_indexer_kpool.py: IndexerKPool).
-
-    Attributes:
-        query: [index heads x 128, q rank].
-        key: [128, M].
-        key_norm_weight, key_norm_bias: [128] fp32.
-        head_weights: [index heads, M] fp32.
-        pool_gate: [128, M].
-        pool_position: [pool, 128] fp32, added to the gate's logits by place in the pool.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    key_norm_weight: torch.Tensor
-    key_norm_bias: torch.Tensor
-    head_weights: torch.Tensor
-    pool_gate: torch.Tensor
-    pool_position: torch.Tensor
-
-
-@dataclass(frozen=True)
-class DsaWeights:
-    """A DSA layer's attention (deepseek_v2.py: DeepseekV2AttentionMLA).
-
-    Attributes:
-        down: [q rank + latent, M].
-        query_norm: [q rank].
-        query_up: [H x 256, q rank].
-        latent_norm: [latent].
-        absorb_key: [H, 256, latent], column-major in the last two (deepseek_weight_loader.py: w_kc).
-        absorb_value: [H, latent, 256], column-major in the last two (w_vc).
-        out: [M, H x 256].
-        indexer: the layer's own.
-    """
-
-    down: torch.Tensor
-    query_norm: torch.Tensor
-    query_up: torch.Tensor
-    latent_norm: torch.Tensor
-    absorb_key: torch.Tensor
-    absorb_value: torch.Tensor
-    out: torch.Tensor
-    indexer: IndexerWeights
-
-
-@dataclass(frozen=True)
-class DenseWeights:
-    """A gated FFN of width I: gate_up [2I, M] with the gate first, down [M, I]."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """A routed FFN (deepseek_v2.py: DeepseekV2MoE).
-
-    Attributes:
-        router: [experts, M].
-        router_bias: [experts] fp32, or bf16 where AITER serves FP8 or Quark weights; for the choice only.
-        gate_up: [experts, 2I, M] with the gate first; one expert more where the shared one is fused.
-        down: [experts, M, I]; likewise.
-        shared: the shared expert, or None where it is the last row of `gate_up` and `down`.
-        scale_in_router: whether the routed scale is already in SGLang's routing weights.
-    """
-
-    router: torch.Tensor
-    router_bias: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    shared: DenseWeights | None
-    scale_in_router: bool
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer: norms [M] before each half, the mixes of both halves, and the halves."""
-
-    attention_norm: torch.Tensor
-    ffn_norm: torch.Tensor
-    attention_mix: Mix
-    ffn_mix: Mix
-    attention: KdaWeights | DsaWeights
-    ffn: DenseWeights | ExpertWeights
+from glm53_mono.weights.bf16 import matrix
+from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.model import (
+    DenseWeights,
+    IndexerWeights,
+    KdaWeights,
+    LayerWeights,
+    MhcWeights,
+    MlaWeights,
+    MoeWeights,
+    StepWeights,
+)
 
 
 @dataclass(frozen=True)
 class EmbeddingShard:
-    """The rank's rows of the embedding: weight [rows, M], row i for token `first_token` + i up to `end_token`."""
+    """The rank's rows of the embedding: weight [rows, hidden], row i for token `first_token` + i up to `end_token`."""
 
-    weight: torch.Tensor
+    weight: Matrix
     first_token: int
     end_token: int
 
 
-def model_layers(model: Any, geometry: Geometry) -> tuple[LayerWeights, ...]:
-    """The weights of every decoder layer.
+def step_weights(model: Any, geometry: Geometry) -> StepWeights[Matrix]:
+    """Describes every weight of a step.
 
     Args:
         model: SGLang's loaded `Glm5NextForConditionalGeneration`.
         geometry: of this rank.
 
     Raises:
-        UpstreamError: another number of layers, a layer of another kind, or a weight of another shape, dtype or stride.
+        UpstreamError: SGLang holds a weight of another shape, dtype or stride, or another number or kind of layers.
+        WeightError: a weight that lies where the kernels cannot read it.
     """
+    return StepWeights(
+        embedding=embedding_shard(model, geometry).weight,
+        layers=model_layers(model, geometry),
+        norm=final_norm(model, geometry),
+    )
+
+
+def model_layers(model: Any, geometry: Geometry) -> tuple[LayerWeights[Matrix], ...]:
+    """The weights of every decoder layer; arguments and errors as of `step_weights`."""
     layers = model.model.layers
     if len(layers) != geometry.layers:
         raise UpstreamError(f"model.layers has {len(layers)} layers, the config {geometry.layers}")
@@ -174,26 +62,17 @@ def model_layers(model: Any, geometry: Geometry) -> tuple[LayerWeights, ...]:
 
 
 def embedding_shard(model: Any, geometry: Geometry) -> EmbeddingShard:
-    """The rank's part of the embedding (vocab_parallel_embedding.py: VocabParallelEmbedding).
-
-    Raises:
-        UpstreamError: another shape, dtype or stride.
-    """
-    import torch
-
-    embedding = model.model.embed_tokens
-    shape = (geometry.vocab_shard, geometry.hidden)
-    weight = expect(embedding.weight, "model.embed_tokens.weight", shape, torch.bfloat16)
-    shard = embedding.shard_indices
-    return EmbeddingShard(weight, shard.org_vocab_start_index, shard.org_vocab_end_index)
+    """The rank's part of the embedding (vocab_parallel_embedding.py: VocabParallelEmbedding); see `step_weights`."""
+    embedding, name = model.model.embed_tokens, "model.embed_tokens.weight"
+    weight = expect(embedding.weight, name, (geometry.vocab_shard, geometry.hidden), torch.bfloat16)
+    first = embedding.shard_indices.org_vocab_start_index
+    end = embedding.shard_indices.org_vocab_end_index
+    # SGLang pads the vocabulary; no token has the rows behind the last
+    return EmbeddingShard(matrix(name, weight[: end - first]), first, end)
 
 
 def final_norm(model: Any, geometry: Geometry) -> torch.Tensor:
-    """The weight of the norm before the head: [M] bf16.
-
-    Raises:
-        UpstreamError: another shape, dtype or stride.
-    """
+    """The weight of the norm before the head, [hidden] bf16; see `step_weights`."""
     return _norm(model.model.norm, "model.norm", geometry.hidden)
 
 
@@ -206,7 +85,7 @@ def logits(model: Any, input_ids: torch.Tensor, hidden: torch.Tensor, forward_ba
     """What the model's forward returns: SGLang's own head on the normalised hidden states.
 
     Args:
-        hidden: [rows, M] bf16.
+        hidden: [rows, hidden] bf16.
     """
     return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch, None)
 
@@ -219,7 +98,7 @@ def tensor_parallel_rank() -> tuple[int, int]:
     return parallel.tp_rank, parallel.tp_size
 
 
-def _layer(layer: Any, name: str, index: int, geometry: Geometry) -> LayerWeights:
+def _layer(layer: Any, name: str, index: int, geometry: Geometry) -> LayerWeights[Matrix]:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA, DeepseekV2MLP, DeepseekV2MoE
     from sglang.srt.models.glm5_next import Glm5NextLinearAttention
 
@@ -228,167 +107,154 @@ def _layer(layer: Any, name: str, index: int, geometry: Geometry) -> LayerWeight
     for part, found, wanted in (("self_attn", layer.self_attn, attention_class), ("mlp", layer.mlp, ffn_class)):
         if not isinstance(found, wanted):
             raise UpstreamError(f"{name}.{part} is {type(found).__name__}, not {wanted.__name__}")
-    attention = _kda if geometry.is_kda(index) else _dsa
+    attention = _kda if geometry.is_kda(index) else _mla
     if geometry.is_dense(index):
         ffn = _dense(layer.mlp, f"{name}.mlp", geometry.dense_width, geometry.hidden)
     else:
-        ffn = _experts(layer.mlp, f"{name}.mlp", geometry)
+        ffn = _moe(layer.mlp, f"{name}.mlp", geometry)
+    hidden = geometry.hidden
+    attention_norm = _norm(layer.input_layernorm, f"{name}.input_layernorm", hidden)
+    ffn_norm = _norm(layer.post_attention_layernorm, f"{name}.post_attention_layernorm", hidden)
+    attention_mix = layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base
+    ffn_mix = layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base
     return LayerWeights(
-        attention_norm=_norm(layer.input_layernorm, f"{name}.input_layernorm", geometry.hidden),
-        ffn_norm=_norm(layer.post_attention_layernorm, f"{name}.post_attention_layernorm", geometry.hidden),
-        attention_mix=_mix(layer.hc_attn_fn, layer.hc_attn_base, layer.hc_attn_scale, f"{name}.hc_attn", geometry),
-        ffn_mix=_mix(layer.hc_ffn_fn, layer.hc_ffn_base, layer.hc_ffn_scale, f"{name}.hc_ffn", geometry),
+        attention_mhc=_mhc(attention_mix, f"{name}.hc_attn", attention_norm, geometry),
         attention=attention(layer.self_attn, f"{name}.self_attn", geometry),
+        ffn_mhc=_mhc(ffn_mix, f"{name}.hc_ffn", ffn_norm, geometry),
         ffn=ffn,
     )
 
 
-def _mix(fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, name: str, geometry: Geometry) -> Mix:
-    import torch
-
-    return Mix(
-        fn=expect(fn, f"{name}_fn", (geometry.mix, geometry.stream_width), torch.float32),
-        base=expect(base, f"{name}_base", (geometry.mix,), torch.float32),
-        scale=expect(scale, f"{name}_scale", (3,), torch.float32),
+def _mhc(parameters: tuple[torch.Tensor, ...], name: str, norm: torch.Tensor, geometry: Geometry) -> MhcWeights:
+    fn, scale, base = parameters
+    return MhcWeights(
+        fn=_fp32(fn, f"{name}_fn", geometry.mix, geometry.stream_width),
+        scale=_fp32(scale, f"{name}_scale", 3),
+        base=_fp32(base, f"{name}_base", geometry.mix),
+        norm=norm,
     )
 
 
-def _kda(attention: Any, name: str, geometry: Geometry) -> KdaWeights:
-    import torch
-
+def _kda(attention: Any, name: str, geometry: Geometry) -> KdaWeights[Matrix]:
+    """The three forms in which SGLang fuses the projections look alike here."""
     heads, width, rank, channels = geometry.kda_heads, geometry.kda_width, geometry.kda_head_dim, geometry.conv_channels
+    hidden = geometry.hidden
     if attention.do_fuse_qkvbfg:
-        fused = _weight(
-            attention.fused_qkvbfg_a_proj,
-            f"{name}.fused_qkvbfg_a_proj",
-            (channels + heads + 2 * rank, geometry.hidden),
-        )
-        qkv, beta, forget_down, gate_down = fused.split([channels, heads, rank, rank])
+        fused, counts = attention.fused_qkvbfg_a_proj, [channels, heads, rank, rank]
+        qkv, beta, decay_down, gate_down = _rows(fused, f"{name}.fused_qkvbfg_a_proj", counts, hidden)
     else:
-        qkv = _weight(attention.qkv_proj, f"{name}.qkv_proj", (channels, geometry.hidden))
+        qkv = _linear(attention.qkv_proj, f"{name}.qkv_proj", channels, hidden)
         if attention.fuse_bfg:
-            fused = _weight(attention.fused_bfg_a_proj, f"{name}.fused_bfg_a_proj", (heads + 2 * rank, geometry.hidden))
-            beta, forget_down, gate_down = fused.split([heads, rank, rank])
+            fused, counts = attention.fused_bfg_a_proj, [heads, rank, rank]
+            beta, decay_down, gate_down = _rows(fused, f"{name}.fused_bfg_a_proj", counts, hidden)
         else:
-            beta = _weight(attention.b_proj, f"{name}.b_proj", (heads, geometry.hidden))
-            forget_down = _weight(attention.f_a_proj, f"{name}.f_a_proj", (rank, geometry.hidden))
-            gate_down = _weight(attention.g_a_proj, f"{name}.g_a_proj", (rank, geometry.hidden))
+            beta = _linear(attention.b_proj, f"{name}.b_proj", heads, hidden)
+            decay_down = _linear(attention.f_a_proj, f"{name}.f_a_proj", rank, hidden)
+            gate_down = _linear(attention.g_a_proj, f"{name}.g_a_proj", rank, hidden)
     if attention.do_fuse_qkvbfg or attention.fuse_bfg:
-        forget_up, gate_up = _weight(attention.fused_fg_b_proj, f"{name}.fused_fg_b_proj", (2, width, rank))
+        up = _linear(attention.fused_fg_b_proj, f"{name}.fused_fg_b_proj", 2, width, rank)
+        decay_up, gate_up = up.item(0), up.item(1)
     else:
-        forget_up = _weight(attention.f_b_proj, f"{name}.f_b_proj", (width, rank))
-        gate_up = _weight(attention.g_b_proj, f"{name}.g_b_proj", (width, rank))
-    conv = expect(
-        attention.qkv_conv1d.weight, f"{name}.qkv_conv1d.weight", (channels, 1, geometry.conv_taps), torch.float32
-    )
-    a_log = expect(attention.A_log, f"{name}.A_log", (1, 1, heads, 1), torch.float32)
+        decay_up = _linear(attention.f_b_proj, f"{name}.f_b_proj", width, rank)
+        gate_up = _linear(attention.g_b_proj, f"{name}.g_b_proj", width, rank)
+    taps = _fp32(attention.qkv_conv1d.weight, f"{name}.qkv_conv1d.weight", channels, 1, geometry.conv_taps)
     return KdaWeights(
         qkv=qkv,
         beta=beta,
-        forget_down=forget_down,
+        decay_down=decay_down,
+        decay_up=decay_up,
         gate_down=gate_down,
-        forget_up=forget_up,
         gate_up=gate_up,
-        conv=conv.squeeze(1),
-        a_log=a_log.flatten(),
-        dt_bias=expect(attention.dt_bias, f"{name}.dt_bias", (width,), torch.float32),
-        norm=_norm(attention.o_norm, f"{name}.o_norm", rank),
-        out=_weight(attention.o_proj, f"{name}.o_proj", (geometry.hidden, width)),
+        taps=taps.squeeze(1),
+        a_log=_fp32(attention.A_log, f"{name}.A_log", 1, 1, heads, 1).flatten(),
+        dt_bias=_fp32(attention.dt_bias, f"{name}.dt_bias", width).view(heads, rank),
+        output_norm=_norm(attention.o_norm, f"{name}.o_norm", rank),
+        output=_linear(attention.o_proj, f"{name}.o_proj", hidden, width),
     )
 
 
-def _dsa(attention: Any, name: str, geometry: Geometry) -> DsaWeights:
-    import torch
+def _rows(fused: Any, name: str, counts: list[int], columns: int) -> list[Matrix]:
+    """The matrices, of so many rows each, that a linear layer holds one below the other."""
+    name = f"{name}.weight"
+    return [matrix(name, part) for part in _bf16(fused.weight, name, sum(counts), columns).split(counts)]
 
-    heads, q_rank, latent = geometry.mla_heads, geometry.q_rank, geometry.latent
+
+def _mla(attention: Any, name: str, geometry: Geometry) -> MlaWeights[Matrix]:
+    heads, q_rank, latent, hidden = geometry.mla_heads, geometry.q_rank, geometry.latent, geometry.hidden
     key_dim, value_dim = geometry.qk_head_dim, geometry.v_head_dim
     if attention.indexer is None:
         raise UpstreamError(f"{name}.indexer is None: the layer reuses another layer's selection")
-    return DsaWeights(
-        down=_weight(
-            attention.fused_qkv_a_proj_with_mqa,
-            f"{name}.fused_qkv_a_proj_with_mqa",
-            (q_rank + latent, geometry.hidden),
+    return MlaWeights(
+        query_latent=_linear(
+            attention.fused_qkv_a_proj_with_mqa, f"{name}.fused_qkv_a_proj_with_mqa", q_rank + latent, hidden
         ),
         query_norm=_norm(attention.q_a_layernorm, f"{name}.q_a_layernorm", q_rank),
-        query_up=_weight(attention.q_b_proj, f"{name}.q_b_proj", (heads * key_dim, q_rank)),
         latent_norm=_norm(attention.kv_a_layernorm, f"{name}.kv_a_layernorm", latent),
-        absorb_key=expect(
-            attention.w_kc,
-            f"{name}.w_kc",
-            (heads, key_dim, latent),
-            torch.bfloat16,
-            strides=(key_dim * latent, 1, key_dim),
-        ),
-        absorb_value=expect(
-            attention.w_vc,
-            f"{name}.w_vc",
-            (heads, latent, value_dim),
-            torch.bfloat16,
-            strides=(value_dim * latent, 1, latent),
-        ),
-        out=_weight(attention.o_proj, f"{name}.o_proj", (geometry.hidden, heads * value_dim)),
+        query=_linear(attention.q_b_proj, f"{name}.q_b_proj", heads * key_dim, q_rank),
+        key_up=_absorbed(attention.w_kc, f"{name}.w_kc", heads, key_dim, latent),
+        value_up=_absorbed(attention.w_vc, f"{name}.w_vc", heads, latent, value_dim),
+        output=_linear(attention.o_proj, f"{name}.o_proj", hidden, heads * value_dim),
         indexer=_indexer(attention.indexer, f"{name}.indexer", geometry),
     )
 
 
-def _indexer(indexer: Any, name: str, geometry: Geometry) -> IndexerWeights:
-    import torch
+def _absorbed(tensor: torch.Tensor, name: str, heads: int, inputs: int, outputs: int) -> Matrix:
+    """Half of kv_b_proj, [heads, inputs, outputs] with the inputs contiguous (deepseek_weight_loader.py:780-786)."""
+    shape, strides = (heads, inputs, outputs), (inputs * outputs, 1, inputs)
+    return matrix(name, expect(tensor, name, shape, torch.bfloat16, strides=strides).transpose(1, 2))
 
+
+def _indexer(indexer: Any, name: str, geometry: Geometry) -> IndexerWeights[Matrix]:
     heads, dim, hidden = geometry.index_heads, geometry.index_head_dim, geometry.hidden
+    gate, bias = f"{name}.index_kpool_compress_gate", f"{name}.index_kpool_compress_ape"
     return IndexerWeights(
-        query=_weight(indexer.wq_b, f"{name}.wq_b", (heads * dim, geometry.q_rank)),
-        key=_weight(indexer.wk, f"{name}.wk", (dim, hidden)),
-        key_norm_weight=expect(indexer.k_norm.weight, f"{name}.k_norm.weight", (dim,), torch.float32),
-        key_norm_bias=expect(indexer.k_norm.bias, f"{name}.k_norm.bias", (dim,), torch.float32),
-        head_weights=expect(indexer.weights_proj.weight, f"{name}.weights_proj.weight", (heads, hidden), torch.float32),
-        pool_gate=expect(
-            indexer.index_kpool_compress_gate, f"{name}.index_kpool_compress_gate", (dim, hidden), torch.bfloat16
-        ),
-        pool_position=expect(
-            indexer.index_kpool_compress_ape, f"{name}.index_kpool_compress_ape", (geometry.pool, dim), torch.float32
-        ),
+        query=_linear(indexer.wq_b, f"{name}.wq_b", heads * dim, geometry.q_rank),
+        key=_linear(indexer.wk, f"{name}.wk", dim, hidden),
+        key_norm_weight=_fp32(indexer.k_norm.weight, f"{name}.k_norm.weight", dim),
+        key_norm_bias=_fp32(indexer.k_norm.bias, f"{name}.k_norm.bias", dim),
+        head_weights=_fp32(indexer.weights_proj.weight, f"{name}.weights_proj.weight", heads, hidden),
+        pool_gate=matrix(gate, _bf16(indexer.index_kpool_compress_gate, gate, dim, hidden)),
+        position_bias=_fp32(indexer.index_kpool_compress_ape, bias, geometry.pool, dim),
     )
 
 
-def _dense(mlp: Any, name: str, width: int, hidden: int) -> DenseWeights:
+def _dense(mlp: Any, name: str, width: int, hidden: int) -> DenseWeights[Matrix]:
     return DenseWeights(
-        gate_up=_weight(mlp.gate_up_proj, f"{name}.gate_up_proj", (2 * width, hidden)),
-        down=_weight(mlp.down_proj, f"{name}.down_proj", (hidden, width)),
+        gate_up=_linear(mlp.gate_up_proj, f"{name}.gate_up_proj", 2 * width, hidden),
+        down=_linear(mlp.down_proj, f"{name}.down_proj", hidden, width),
     )
 
 
-def _experts(moe: Any, name: str, geometry: Geometry) -> ExpertWeights:
-    import torch
-
+def _moe(moe: Any, name: str, geometry: Geometry) -> MoeWeights[Matrix]:
     hidden, width = geometry.hidden, geometry.expert_width
     fused = moe.num_fused_shared_experts
     if fused not in (0, 1) or (fused == 0) != (moe.shared_experts is not None):
         raise UpstreamError(f"{name} fuses {fused} shared experts and has shared_experts {moe.shared_experts!r}")
     rows = geometry.experts + fused
-    return ExpertWeights(
-        router=expect(moe.gate.weight, f"{name}.gate.weight", (geometry.experts, hidden), torch.bfloat16),
-        router_bias=expect(
-            moe.gate.e_score_correction_bias,
-            f"{name}.gate.e_score_correction_bias",
-            (geometry.experts,),
-            torch.float32,
-            torch.bfloat16,
-        ),
-        gate_up=expect(moe.experts.w13_weight, f"{name}.experts.w13_weight", (rows, 2 * width, hidden), torch.bfloat16),
-        down=expect(moe.experts.w2_weight, f"{name}.experts.w2_weight", (rows, hidden, width), torch.bfloat16),
+    gate_up, down = f"{name}.experts.w13_weight", f"{name}.experts.w2_weight"
+    bias = f"{name}.gate.e_score_correction_bias"
+    return MoeWeights(
+        router=_linear(moe.gate, f"{name}.gate", geometry.experts, hidden),
+        # SGLang rounds it to bf16 where AITER serves FP8 or Quark weights
+        bias=_fp32(moe.gate.e_score_correction_bias, bias, geometry.experts),
+        gate_up=matrix(gate_up, _bf16(moe.experts.w13_weight, gate_up, rows, 2 * width, hidden)),
+        down=matrix(down, _bf16(moe.experts.w2_weight, down, rows, hidden, width)),
         shared=None if fused else _dense(moe.shared_experts, f"{name}.shared_experts", width, hidden),
-        scale_in_router=bool(moe.routed_scaling_factor_fused_in_topk),
     )
 
 
 def _norm(norm: Any, name: str, width: int) -> torch.Tensor:
-    import torch
-
-    return expect(norm.weight, f"{name}.weight", (width,), torch.bfloat16)
+    return _bf16(norm.weight, f"{name}.weight", width)
 
 
-def _weight(linear: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    import torch
+def _linear(linear: Any, name: str, *shape: int) -> Matrix:
+    """A linear layer's matrix, in the format that the layer holds."""
+    return matrix(f"{name}.weight", _bf16(linear.weight, f"{name}.weight", *shape))
 
-    return expect(linear.weight, f"{name}.weight", shape, torch.bfloat16)
+
+def _bf16(tensor: torch.Tensor, name: str, *shape: int) -> torch.Tensor:
+    return expect(tensor, name, shape, torch.bfloat16)
+
+
+def _fp32(tensor: torch.Tensor, name: str, *shape: int) -> torch.Tensor:
+    return expect(tensor, name, shape, torch.float32)

@@ -1,4 +1,4 @@
-"""bf16 matrices, read where SGLang put them."""
+"""bf16 matrices, read where they lie."""
 
 from __future__ import annotations
 
@@ -6,34 +6,28 @@ import torch
 from torch import Tensor
 
 from glm53_mono.weights.descriptor import Format, Matrix, WeightError, checked_address
+from glm53_mono.weights.model import ModelWeights, with_matrices
 
 
-def matrix(name: str, tensor: Tensor, rows: int, columns: int, *, stack: int | None = None) -> Matrix:
-    """Describes a bf16 matrix [rows, columns] or a stack of at least `stack` of them, row-major without gaps.
+def matrix(name: str, tensor: Tensor) -> Matrix:
+    """Describes a matrix [rows, columns] or a stack [..., rows, columns], bf16 and row-major without gaps.
 
     Raises:
-        WeightError: another dtype or shape, or gaps between rows.
+        WeightError: another dtype, gaps between rows, or an address at which the kernels' loads cannot start.
     """
     if tensor.dtype != torch.bfloat16:
         raise WeightError(f"{name} is {tensor.dtype}, the step reads it as torch.bfloat16")
-    return _described(name, tensor, rows, columns, stack)
-
-
-def transposed_stack(name: str, tensor: Tensor, rows: int, columns: int, stack: int) -> Matrix:
-    """Describes a stack that SGLang holds as [stack, columns, rows] with its columns contiguous (w_kc, w_vc).
-
-    deepseek_weight_loader.py:780-786 lays both out so on CUDA.
-    """
-    return matrix(name, tensor.transpose(1, 2), rows, columns, stack=stack)
-
-
-def _described(name: str, tensor: Tensor, rows: int, columns: int, stack: int | None) -> Matrix:
-    shape = tuple(tensor.shape)
-    wanted = (rows, columns) if stack is None else (stack, rows, columns)
-    fits = shape[-2:] == (rows, columns) and (stack is None or (len(shape) == 3 and shape[0] >= stack))
-    if not fits or len(shape) != len(wanted):
-        raise WeightError(f"{name} has shape {shape}, the geometry wants {wanted}")
     if not tensor.is_contiguous():
-        raise WeightError(f"{name} has strides {tensor.stride()}, the step reads its rows without gaps: {wanted}")
+        raise WeightError(f"{name} has strides {tensor.stride()}, the step reads its rows without gaps")
     checked_address(name, tensor)
+    rows, columns = tensor.shape[-2:]
     return Matrix(name, tensor, rows, columns, Format.BF16)
+
+
+def described(weights: ModelWeights[Tensor]) -> ModelWeights[Matrix]:
+    """The reference's weights as the kernels read them; copies none.
+
+    Raises:
+        WeightError: see `matrix`.
+    """
+    return with_matrices(weights, matrix)

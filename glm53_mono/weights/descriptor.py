@@ -1,17 +1,24 @@
-"""One descriptor a weight matrix: address, shape, format, scales. The kernels ask it, never the model."""
+"""One descriptor a weight matrix: address, shape, format, layout, scales. The kernels ask it, never the model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from torch import Tensor
 
 
 class Format(IntEnum):
-    """How a matrix's values are stored."""
+    """How a matrix's values are stored; each has a file of its own in this package."""
 
     BF16 = 0
+
+
+class Layout(IntEnum):
+    """In which order a matrix's values lie in memory."""
+
+    LINEAR = 0
+    """Row by row, without gaps."""
 
 
 class WeightError(ValueError):
@@ -20,14 +27,17 @@ class WeightError(ValueError):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix [rows, columns], or a stack of them, whose columns (the sum's direction) are contiguous in memory."""
+    """A matrix [rows, columns], or a stack of them, summed over its columns; made by a format's own `matrix`."""
 
     name: str
     data: Tensor
+    """The values as they are stored."""
     rows: int
     columns: int
     format: Format
+    layout: Layout = Layout.LINEAR
     scales: Tensor | None = None
+    """None where the format has none."""
 
     @property
     def address(self) -> int:
@@ -36,8 +46,17 @@ class Matrix:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole stack."""
-        return self.data.numel() * self.data.element_size()
+        """Bytes of the whole stack, its scales included."""
+        return sum(part.numel() * part.element_size() for part in (self.data, self.scales) if part is not None)
+
+    def item(self, index: int) -> Matrix:
+        """One matrix of a stack."""
+        return replace(
+            self,
+            name=f"{self.name}[{index}]",
+            data=self.data[index],
+            scales=None if self.scales is None else self.scales[index],
+        )
 
 
 ADDRESS_ALIGNMENT = 16

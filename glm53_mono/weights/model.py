@@ -1,188 +1,178 @@
-"""All weights of a step, layer by layer, as one rank holds them."""
+"""All weights of a model by layer part, generic over what a matrix is.
 
-from __future__ import annotations
+M is a `torch.Tensor` in the reference and a `descriptor.Matrix` for the kernels. Only the matrices that a product
+streams are M, [outputs, inputs]; norms, biases and the small fp32 parameters are tensors on both sides. Sizes are those
+of one rank, named as in `Geometry`; P = kda_width = kda_heads * kda_head_dim. Dtypes are SGLang's.
+"""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from glm53_mono.geometry import Geometry
-from glm53_mono.reference import weights as reference
-from glm53_mono.weights import bf16
-from glm53_mono.weights.descriptor import Matrix
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
-class MixWeights:
-    """One branch's hyper-connection and the norm behind it."""
+class MhcWeights:
+    """One branch's hyper-connection, and the norm between the mixed streams and the branch."""
 
     fn: Tensor
+    """[mix, streams * hidden] fp32."""
     scale: Tensor
+    """[3] fp32: of pre, post and comb."""
     base: Tensor
+    """[mix] fp32."""
     norm: Tensor
+    """[hidden] bf16 (input_layernorm, post_attention_layernorm)."""
 
 
 @dataclass(frozen=True)
-class KdaWeights:
-    """A KDA layer's attention; shapes as in `reference.weights.KdaWeights`."""
+class KdaWeights(Generic[M]):
+    """One linear-attention layer."""
 
-    qkv: Matrix
-    beta: Matrix
-    f_a: Matrix
-    g_a: Matrix
-    f_b: Matrix
-    g_b: Matrix
-    output: Matrix
+    qkv: M
+    """[3 * P, hidden]: q, k, v."""
+    beta: M
+    """[kda_heads, hidden]."""
+    decay_down: M
+    """[kda_head_dim, hidden] (f_a)."""
+    decay_up: M
+    """[P, kda_head_dim] (f_b)."""
+    gate_down: M
+    """[kda_head_dim, hidden] (g_a)."""
+    gate_up: M
+    """[P, kda_head_dim] (g_b)."""
     taps: Tensor
+    """[3 * P, conv_taps] fp32, oldest input first."""
     a_log: Tensor
+    """[kda_heads] fp32."""
     dt_bias: Tensor
+    """[kda_heads, kda_head_dim] fp32."""
     output_norm: Tensor
+    """[kda_head_dim] bf16."""
+    output: M
+    """[hidden, P]."""
 
 
 @dataclass(frozen=True)
-class MlaWeights:
-    """An MLA layer's attention and indexer; shapes as in `reference.weights`."""
+class IndexerWeights(Generic[M]):
+    """The sparse indexer of one MLA layer."""
 
-    latents: Matrix
-    query: Matrix
-    key_up: Matrix
-    value_up: Matrix
-    output: Matrix
-    query_norm: Tensor
-    latent_norm: Tensor
-    index_query: Matrix
-    index_key: Matrix
-    index_gate: Matrix
-    head_weights: Tensor
+    query: M
+    """[index_heads * index_head_dim, q_rank] (wq_b)."""
+    key: M
+    """[index_head_dim, hidden] (wk)."""
     key_norm_weight: Tensor
+    """[index_head_dim] fp32."""
     key_norm_bias: Tensor
+    """[index_head_dim] fp32."""
+    head_weights: Tensor
+    """[index_heads, hidden] fp32 (weights_proj)."""
+    pool_gate: M
+    """[index_head_dim, hidden] (index_kpool_compress_gate)."""
     position_bias: Tensor
+    """[pool, index_head_dim] fp32, added to the gate by position inside the pool (index_kpool_compress_ape)."""
 
 
 @dataclass(frozen=True)
-class DenseWeights:
-    """A dense FFN."""
+class MlaWeights(Generic[M]):
+    """One sparse-attention layer."""
 
-    up: Matrix
-    down: Matrix
+    query_latent: M
+    """[q_rank + latent, hidden]: q_a_proj, then kv_a_proj_with_mqa."""
+    query_norm: Tensor
+    """[q_rank] bf16."""
+    latent_norm: Tensor
+    """[latent] bf16."""
+    query: M
+    """[mla_heads * qk_head_dim, q_rank] (q_b_proj)."""
+    key_up: M
+    """[mla_heads, latent, qk_head_dim]: the key rows of kv_b_proj, transposed; absorbed into the query (w_kc)."""
+    value_up: M
+    """[mla_heads, v_head_dim, latent]: the value rows of kv_b_proj (w_vc)."""
+    output: M
+    """[hidden, mla_heads * v_head_dim]."""
+    indexer: IndexerWeights[M]
 
 
 @dataclass(frozen=True)
-class MoeWeights:
-    """Router, routed experts and the shared one: a pair of its own, or the last row of the experts' stacks."""
+class DenseWeights(Generic[M]):
+    """A dense FFN or a shared expert, `width` wide."""
 
-    router: Matrix
+    gate_up: M
+    """[2 * width, hidden]: gate, then up."""
+    down: M
+    """[hidden, width]."""
+
+
+@dataclass(frozen=True)
+class MoeWeights(Generic[M]):
+    """Routed experts, and the shared one: a DenseWeights, or fused as row `experts` of the expert matrices."""
+
+    router: M
+    """[experts, hidden]."""
     bias: Tensor
-    experts_up: Matrix
-    experts_down: Matrix
-    shared: DenseWeights | None
-
-    def shared_addresses(self) -> tuple[int, int]:
-        """Where the shared expert's gate-and-up and its down matrix start."""
-        if self.shared is not None:
-            return self.shared.up.address, self.shared.down.address
-        return self.experts_up.data[-1].data_ptr(), self.experts_down.data[-1].data_ptr()
+    """[experts] fp32, for the choice alone (e_score_correction_bias)."""
+    gate_up: M
+    """[experts (+ 1 if fused), 2 * expert_width, hidden] (w13_weight)."""
+    down: M
+    """[experts (+ 1 if fused), hidden, expert_width] (w2_weight)."""
+    shared: DenseWeights[M] | None
+    """None when the shared expert is fused."""
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class LayerWeights(Generic[M]):
     """One decoder layer."""
 
-    attention_mix: MixWeights
-    attention: KdaWeights | MlaWeights
-    ffn_mix: MixWeights
-    ffn: DenseWeights | MoeWeights
+    attention_mhc: MhcWeights
+    attention: KdaWeights[M] | MlaWeights[M]
+    ffn_mhc: MhcWeights
+    ffn: DenseWeights[M] | MoeWeights[M]
 
 
 @dataclass(frozen=True)
-class StepWeights:
-    """The text model without its MTP layer and without its head, which stays with SGLang."""
+class StepWeights(Generic[M]):
+    """The text model without its MTP layer and without its head, which a step leaves to SGLang."""
 
-    embedding: Matrix
-    layers: tuple[LayerWeights, ...]
+    embedding: M
+    """[vocab, hidden]."""
+    layers: tuple[LayerWeights[M], ...]
     norm: Tensor
+    """[hidden] bf16."""
 
     @property
     def shared_is_fused(self) -> bool:
-        """Whether the shared expert is one more row of the routed experts' stacks."""
+        """Whether the shared expert is one more row of the routed experts' matrices."""
         return any(isinstance(layer.ffn, MoeWeights) and layer.ffn.shared is None for layer in self.layers)
 
 
-def from_reference(weights: reference.ModelWeights, geometry: Geometry) -> StepWeights:
-    """The reference's weights as the kernels read them; `w_kc` and `w_vc` are laid out anew, as SGLang does."""
-    return StepWeights(
-        embedding=bf16.matrix("embedding", weights.embedding, geometry.vocab, geometry.hidden),
-        layers=tuple(_layer(f"layers.{i}", layer, geometry) for i, layer in enumerate(weights.layers)),
-        norm=weights.norm,
-    )
+@dataclass(frozen=True)
+class ModelWeights(StepWeights[M]):
+    """The text model with its head."""
+
+    head: M
+    """[vocab, hidden] (lm_head)."""
 
 
-def _layer(name: str, layer: reference.LayerWeights, g: Geometry) -> LayerWeights:
-    attention, ffn = layer.attention, layer.ffn
-    return LayerWeights(
-        attention_mix=_mix(layer.attention_mhc, layer.attention_norm),
-        attention=_kda(name, attention, g) if isinstance(attention, reference.KdaWeights) else _mla(name, attention, g),
-        ffn_mix=_mix(layer.ffn_mhc, layer.ffn_norm),
-        ffn=_dense(name, ffn, g.dense_width, g) if isinstance(ffn, reference.DenseWeights) else _moe(name, ffn, g),
-    )
+def with_matrices(weights: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """The same record, its matrices replaced.
 
-
-def _mix(mhc: reference.MhcWeights, norm: Tensor) -> MixWeights:
-    return MixWeights(fn=mhc.fn, scale=mhc.scale, base=mhc.base, norm=norm)
-
-
-def _kda(name: str, w: reference.KdaWeights, g: Geometry) -> KdaWeights:
-    rank = g.kda_head_dim
-    return KdaWeights(
-        qkv=bf16.matrix(f"{name}.qkv", w.qkv, g.conv_channels, g.hidden),
-        beta=bf16.matrix(f"{name}.beta", w.beta, g.kda_heads, g.hidden),
-        f_a=bf16.matrix(f"{name}.f_a", w.decay_down, rank, g.hidden),
-        g_a=bf16.matrix(f"{name}.g_a", w.gate_down, rank, g.hidden),
-        f_b=bf16.matrix(f"{name}.f_b", w.decay_up, g.kda_width, rank),
-        g_b=bf16.matrix(f"{name}.g_b", w.gate_up, g.kda_width, rank),
-        output=bf16.matrix(f"{name}.output", w.output, g.hidden, g.kda_width),
-        taps=w.taps,
-        a_log=w.a_log,
-        dt_bias=w.dt_bias,
-        output_norm=w.output_norm,
-    )
-
-
-def _mla(name: str, w: reference.MlaWeights, g: Geometry) -> MlaWeights:
-    index, heads = w.indexer, g.mla_heads
-    key_up = w.key_up.transpose(1, 2).contiguous().transpose(1, 2)
-    value_up = w.value_up.transpose(1, 2).contiguous().transpose(1, 2)
-    return MlaWeights(
-        latents=bf16.matrix(f"{name}.latents", w.query_latent, g.q_rank + g.latent, g.hidden),
-        query=bf16.matrix(f"{name}.query", w.query, heads * g.qk_head_dim, g.q_rank),
-        key_up=bf16.transposed_stack(f"{name}.key_up", key_up, g.latent, g.qk_head_dim, heads),
-        value_up=bf16.transposed_stack(f"{name}.value_up", value_up, g.v_head_dim, g.latent, heads),
-        output=bf16.matrix(f"{name}.output", w.output, g.hidden, heads * g.v_head_dim),
-        query_norm=w.query_norm,
-        latent_norm=w.latent_norm,
-        index_query=bf16.matrix(f"{name}.index_query", index.query, g.index_heads * g.index_head_dim, g.q_rank),
-        index_key=bf16.matrix(f"{name}.index_key", index.key, g.index_head_dim, g.hidden),
-        index_gate=bf16.matrix(f"{name}.index_gate", index.pool_gate, g.index_head_dim, g.hidden),
-        head_weights=index.head_weights,
-        key_norm_weight=index.key_norm_weight,
-        key_norm_bias=index.key_norm_bias,
-        position_bias=index.position_bias,
-    )
-
-
-def _dense(name: str, w: reference.DenseWeights, width: int, g: Geometry) -> DenseWeights:
-    return DenseWeights(
-        up=bf16.matrix(f"{name}.up", w.gate_up, 2 * width, g.hidden),
-        down=bf16.matrix(f"{name}.down", w.down, g.hidden, width),
-    )
-
-
-def _moe(name: str, w: reference.MoeWeights, g: Geometry) -> MoeWeights:
-    rows = g.experts + (w.shared is None)
-    return MoeWeights(
-        router=bf16.matrix(f"{name}.router", w.router, g.experts, g.hidden),
-        bias=w.bias,
-        experts_up=bf16.matrix(f"{name}.experts_up", w.gate_up, 2 * g.expert_width, g.hidden, stack=rows),
-        experts_down=bf16.matrix(f"{name}.experts_down", w.down, g.hidden, g.expert_width, stack=rows),
-        shared=None if w.shared is None else _dense(f"{name}.shared", w.shared, g.expert_width, g),
-    )
+    Args:
+        weights: any of the records above.
+        change: gets each matrix's name, as in `layers.3.attention.qkv`, and the matrix; gives what stands in its place.
+        name: of the record itself; empty for a whole model.
+    """
+    prefix = f"{name}." if name else ""
+    if isinstance(weights, tuple):
+        return tuple(with_matrices(item, change, f"{prefix}{index}") for index, item in enumerate(weights))
+    if not is_dataclass(weights):
+        return weights
+    changed = {}
+    for field in fields(weights):
+        inner, value = prefix + field.name, getattr(weights, field.name)
+        # the annotation itself, not its text: this file does without `from __future__ import annotations`
+        changed[field.name] = change(inner, value) if field.type is M else with_matrices(value, change, inner)
+    return type(weights)(**changed)

@@ -19,7 +19,7 @@ UPSTREAM = PACKAGE / "upstream"
 READERS = ("model.py", "step.py", "pools.py", "hooks.py", "loaded.py", "bench_runner.py")
 """Modules that take objects of SGLang apart."""
 
-TENSOR_NAMES = {"Tensor", "dtype", "shape", "stride", "flatten", "split", "squeeze"}
+TENSOR_NAMES = {"Tensor", "dtype", "shape", "stride", "flatten", "split", "squeeze", "transpose", "view"}
 TENSOR_NAMES |= {"bfloat16", "bool", "float32", "int32", "int64", "uint8"}
 """What the readers use of torch."""
 
@@ -92,9 +92,9 @@ def registered_names() -> set[tuple[str, str]]:
 
 def unregistered(source: str) -> set[str]:
     """Attributes of a reader that are neither ours, nor torch's, nor a read."""
-    ours = defined(source) | defined((PACKAGE / "geometry.py").read_text())
-    for name in (*READERS, "tensors.py", "launch.py", "server.py"):
-        ours |= defined((UPSTREAM / name).read_text())
+    own_files = [PACKAGE / "geometry.py", PACKAGE / "weights" / "descriptor.py"]
+    own_files += [UPSTREAM / name for name in (*READERS, "tensors.py", "launch.py", "server.py")]
+    ours = defined(source).union(*(defined(file.read_text()) for file in own_files))
     reads = {read.attribute for read in each_read(SGLANG_READS)} | {"name"}
     return dereferenced(source) - ours - reads - TENSOR_NAMES - PYTHON_NAMES
 

@@ -20,7 +20,7 @@ from glm53_mono.program.record import Kind
 from glm53_mono.reference import dense, head, index_cache, indexer, kda, mhc, mla, moe, numerics
 from glm53_mono.reference.norm import rms_norm
 from glm53_mono.reference.state import PADDED_LOCATION, Caches, StepInputs
-from glm53_mono.reference.weights import DenseWeights, IndexerWeights, KdaWeights, LayerWeights, MlaWeights, MoeWeights
+from glm53_mono.weights.model import DenseWeights, IndexerWeights, KdaWeights, LayerWeights, MlaWeights, MoeWeights
 from tests.kernels import rig
 
 SAME = Distance(0.0, 0.0)
@@ -146,9 +146,8 @@ class Comparison:
     def _mix(self, layer: int, streams: Tensor, weights: LayerWeights, *, is_ffn: bool) -> mhc.Gates:
         geometry, live = self.model.geometry, self.live
         own = weights.ffn_mhc if is_ffn else weights.attention_mhc
-        norm = weights.ffn_norm if is_ffn else weights.attention_norm
         gates = mhc.gates(mhc.mix(streams, own.fn, geometry.rms_eps), own, geometry)
-        x = rms_norm(mhc.read(streams, gates.pre), norm, geometry.rms_eps)
+        x = rms_norm(mhc.read(streams, gates.pre), own.norm, geometry.rms_eps)
         n = geometry.streams
         coefficients = self.view("coefficients")[live]
         self.report.add(layer, "mhc", "layer_input", self.view("mixed")[live], x[live])

@@ -18,8 +18,9 @@ from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS, Tiling
 from glm53_mono.reference.state import Caches, StepInputs
-from glm53_mono.reference.weights import ModelWeights, from_checkpoint, fuse_shared_expert
-from glm53_mono.weights.model import from_reference
+from glm53_mono.reference.weights import from_checkpoint, fuse_shared_expert
+from glm53_mono.weights import bf16
+from glm53_mono.weights.model import ModelWeights
 
 NO_SLOT = -1
 
@@ -269,7 +270,7 @@ def prepare_launch(
     timed: bool = False,
 ) -> Launch:  # fmt: skip
     """A launch over these caches, its workspace full of NaN."""
-    weights = from_reference(model.weights, model.geometry)
+    weights = bf16.described(model.weights)
     launch = Launch.prepare(
         model.geometry,
         tiling or TILINGS["interp" if backend == "interp" else "sm_90"],

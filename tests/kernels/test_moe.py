@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glm53_mono.kernels import moe, monokernel
-from glm53_mono.reference.weights import MoeWeights
+from glm53_mono.weights.model import MoeWeights
 from tests.kernels import rig
 from tests.kernels.compare import Comparison, compare_step
 from tests.kernels.rig import ONE_KDA, Model, tiny_model

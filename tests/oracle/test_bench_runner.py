@@ -25,8 +25,8 @@ from glm53_mono.program.record import Kind
 from glm53_mono.spec import SPEC
 from glm53_mono.upstream import bench_runner
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG, BenchError, BenchRunner
+from glm53_mono.upstream.model import step_weights
 from glm53_mono.upstream.monokernel import BuildContext, ShapeKey
-from glm53_mono.weights.sglang import from_sglang
 from tests.oracle.sglang_cpu.context import PAGE_TOKENS
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
@@ -196,7 +196,7 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
     monkeypatch.setattr(bench_measure, "times_of", times_of)
     monkeypatch.setattr(bench_measure, "graph_of", lambda run: lambda: None)
     bench._arms[SGLANG] = replace(bench._arms[MONOKERNEL], graphs=NoGraphs())
-    shape = {"weights": from_sglang(bench.model, GEOMETRY), "geometry": GEOMETRY, "context": 300, "steps": 4}
+    shape = {"weights": step_weights(bench.model, GEOMETRY), "geometry": GEOMETRY, "context": 300, "steps": 4}
 
     def measured(arms: tuple[str, ...], rows: int, launch: bool) -> Point:
         generator = torch.Generator().manual_seed(seed)

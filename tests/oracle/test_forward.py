@@ -20,7 +20,8 @@ from glm53_mono.cli.parts import Scores, compare_caches, compare_steps
 from glm53_mono.cli.reference_runner import ReferenceRunner
 from glm53_mono.numerics import Distance
 from glm53_mono.reference.state import Caches
-from glm53_mono.reference.weights import ModelWeights, from_checkpoint
+from glm53_mono.reference.weights import from_checkpoint
+from glm53_mono.weights.model import ModelWeights
 from tests.oracle.seeded_bugs import BUGS, NO_BUG, Bug
 from tests.oracle.sglang_cpu.batches import Batch, Request
 from tests.oracle.sglang_cpu.forward import serving

@@ -14,7 +14,7 @@ from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.reference import index_cache, indexer, numerics
 from glm53_mono.reference.index_cache import KeyLayout
 from glm53_mono.reference.state import Caches, StepInputs
-from glm53_mono.reference.weights import IndexerWeights
+from glm53_mono.weights.model import IndexerWeights
 from tests.oracle.ops import Draw, SeededBug, assert_same_bits, assert_within, bug_cases
 
 pytestmark = pytest.mark.usefixtures("sglang_ops")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glm53_mono.reference import kda, numerics
-from glm53_mono.reference.weights import KdaWeights
+from glm53_mono.weights.model import KdaWeights
 from tests.oracle.ops import Draw, SeededBug, assert_same_bits, assert_same_roundings, assert_within, bug_cases
 from tests.unit.reference_serving import tiny_model
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.reference import mhc, norm
-from glm53_mono.reference.weights import MhcWeights
+from glm53_mono.weights.model import MhcWeights
 from tests.oracle.ops import Draw, SeededBug, assert_same_bits, assert_same_roundings, assert_within, bug_cases
 
 pytestmark = pytest.mark.usefixtures("sglang_ops")
@@ -33,6 +33,7 @@ def case() -> tuple[Tensor, MhcWeights, Tensor]:
         scale=draw.fp32(3, std=0.2, mean=1.0),
         # Large enough for the comb not to settle within the Sinkhorn iterations: only then does their order show.
         base=draw.fp32(GEOMETRY.mix, std=4),
+        norm=draw.bf16(GEOMETRY.hidden, std=0.1, mean=1.0),
     )
     return streams, weights, draw.bf16(ROWS, GEOMETRY.hidden)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.reference import dense, moe
-from glm53_mono.reference.weights import DenseWeights, MoeWeights, fuse_shared_expert
+from glm53_mono.reference.weights import fuse_shared_expert
+from glm53_mono.weights.model import DenseWeights, MoeWeights
 from tests.oracle.ops import Draw, SeededBug, assert_same_bits, bug_cases
 
 pytestmark = pytest.mark.usefixtures("sglang_ops")

@@ -29,7 +29,8 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.reference import head, indexer, kda, mhc, mla, moe
 from glm53_mono.reference.state import StepInputs
 from glm53_mono.reference.step import LayerTrace, step
-from glm53_mono.reference.weights import ModelWeights, from_checkpoint
+from glm53_mono.reference.weights import from_checkpoint
+from glm53_mono.weights.model import ModelWeights
 from tests.oracle.ops import Draw, SeededBug, assert_within, bug_cases
 from tests.unit.reference_serving import TINY, Server
 

@@ -19,10 +19,6 @@ from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.cli.checkpoint_config import checkpoint_geometry
 from glm53_mono.upstream.hooks import SeenStep, watch_steps
 from glm53_mono.upstream.model import (
-    DenseWeights,
-    DsaWeights,
-    ExpertWeights,
-    KdaWeights,
     embedding_shard,
     final_norm,
     hands_out_hidden_states,
@@ -32,6 +28,7 @@ from glm53_mono.upstream.model import (
 from glm53_mono.upstream.pools import compress_ring, index_pool, kda_layer_cache, latent_pool
 from glm53_mono.upstream.step import Backends, StepBindings, attention_backends, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
+from glm53_mono.weights.model import DenseWeights, KdaWeights, MlaWeights, MoeWeights
 from tests.oracle.sglang_cpu import batches
 from tests.oracle.sglang_cpu.batches import Batch, Request
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
@@ -210,48 +207,48 @@ def test_weights_are_the_checkpoints(served: SglangModel, checkpoint: dict[str, 
 
     layers = model_layers(served.model, GEOMETRY)
     kinds = [(type(layer.attention), type(layer.ffn)) for layer in layers]
-    assert kinds == [(KdaWeights, DenseWeights), (DsaWeights, ExpertWeights), (KdaWeights, ExpertWeights)]
+    assert kinds == [(KdaWeights, DenseWeights), (MlaWeights, MoeWeights), (KdaWeights, MoeWeights)]
 
     kda, width = layers[KDA].attention, GEOMETRY.kda_width
     part = "layers.0.self_attn."
     for row, name in enumerate(("q", "k", "v")):
-        assert torch.equal(kda.qkv[row * width : (row + 1) * width], loaded(f"{part}{name}_proj.weight"))
+        assert torch.equal(kda.qkv.data[row * width : (row + 1) * width], loaded(f"{part}{name}_proj.weight"))
         conv = loaded(f"{part}{name}_conv1d.weight").squeeze(1).float()
-        assert torch.equal(kda.conv[row * width : (row + 1) * width], conv)
+        assert torch.equal(kda.taps[row * width : (row + 1) * width], conv)
     for own, name in (
-        (kda.beta, "b_proj"),
-        (kda.forget_down, "f_a_proj"),
-        (kda.gate_down, "g_a_proj"),
-        (kda.forget_up, "f_b_proj"),
-        (kda.gate_up, "g_b_proj"),
-        (kda.out, "o_proj"),
-        (kda.norm, "o_norm"),
+        (kda.beta.data, "b_proj"),
+        (kda.decay_down.data, "f_a_proj"),
+        (kda.gate_down.data, "g_a_proj"),
+        (kda.decay_up.data, "f_b_proj"),
+        (kda.gate_up.data, "g_b_proj"),
+        (kda.output.data, "o_proj"),
+        (kda.output_norm, "o_norm"),
     ):
         assert torch.equal(own, loaded(f"{part}{name}.weight")), name
     assert torch.equal(kda.a_log, loaded(f"{part}A_log").flatten())
-    assert torch.equal(layers[KDA].ffn_mix.fn, loaded("layers.0.hc_ffn_fn").float())
-    assert torch.equal(layers[KDA].attention_mix.base, loaded("layers.0.hc_attn_base"))
+    assert torch.equal(layers[KDA].ffn_mhc.fn, loaded("layers.0.hc_ffn_fn").float())
+    assert torch.equal(layers[KDA].attention_mhc.base, loaded("layers.0.hc_attn_base"))
 
-    dsa, part = layers[DSA].attention, "layers.1.self_attn."
+    mla, part = layers[DSA].attention, "layers.1.self_attn."
     absorbed = loaded(f"{part}kv_b_proj.weight").unflatten(0, (GEOMETRY.mla_heads, -1))
-    assert torch.equal(dsa.absorb_key, absorbed[:, : GEOMETRY.qk_head_dim])
-    assert torch.equal(dsa.absorb_value.transpose(1, 2), absorbed[:, GEOMETRY.qk_head_dim :])
-    assert torch.equal(dsa.down[: GEOMETRY.q_rank], loaded(f"{part}q_a_proj.weight"))
-    assert torch.equal(dsa.down[GEOMETRY.q_rank :], loaded(f"{part}kv_a_proj_with_mqa.weight"))
-    assert torch.equal(dsa.indexer.query, loaded(f"{part}indexer.wq_b.weight"))
-    assert torch.equal(dsa.indexer.pool_gate, loaded(f"{part}indexer.index_kpool_compress_gate"))
-    assert torch.equal(dsa.indexer.pool_position, loaded(f"{part}indexer.index_kpool_compress_ape").float())
+    assert torch.equal(mla.key_up.data.transpose(1, 2), absorbed[:, : GEOMETRY.qk_head_dim])
+    assert torch.equal(mla.value_up.data, absorbed[:, GEOMETRY.qk_head_dim :])
+    assert torch.equal(mla.query_latent.data[: GEOMETRY.q_rank], loaded(f"{part}q_a_proj.weight"))
+    assert torch.equal(mla.query_latent.data[GEOMETRY.q_rank :], loaded(f"{part}kv_a_proj_with_mqa.weight"))
+    assert torch.equal(mla.indexer.query.data, loaded(f"{part}indexer.wq_b.weight"))
+    assert torch.equal(mla.indexer.pool_gate.data, loaded(f"{part}indexer.index_kpool_compress_gate"))
+    assert torch.equal(mla.indexer.position_bias, loaded(f"{part}indexer.index_kpool_compress_ape").float())
 
     experts, part = layers[DSA].ffn, "layers.1.mlp."
     gate_up = torch.cat([loaded(f"{part}experts.3.{name}_proj.weight") for name in ("gate", "up")])
-    assert torch.equal(experts.gate_up[3], gate_up)
-    assert torch.equal(experts.down[3], loaded(f"{part}experts.3.down_proj.weight"))
-    assert torch.equal(experts.shared.down, loaded(f"{part}shared_experts.down_proj.weight"))
-    assert torch.equal(experts.router_bias, loaded(f"{part}gate.e_score_correction_bias"))
+    assert torch.equal(experts.gate_up.data[3], gate_up)
+    assert torch.equal(experts.down.data[3], loaded(f"{part}experts.3.down_proj.weight"))
+    assert torch.equal(experts.shared.down.data, loaded(f"{part}shared_experts.down_proj.weight"))
+    assert torch.equal(experts.bias, loaded(f"{part}gate.e_score_correction_bias"))
 
     shard = embedding_shard(served.model, GEOMETRY)
     assert (shard.first_token, shard.end_token) == (0, GEOMETRY.vocab)
-    assert torch.equal(shard.weight[: GEOMETRY.vocab], loaded("embed_tokens.weight"))
+    assert torch.equal(shard.weight.data, loaded("embed_tokens.weight"))
     assert torch.equal(final_norm(served.model, GEOMETRY), loaded("norm.weight"))
     assert tensor_parallel_rank() == (0, 1)
 

@@ -12,7 +12,8 @@ from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.cli.checkpoint_config import Scale, checkpoint_geometry, model_config
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference.state import PADDED_LOCATION, PADDED_SLOT, Caches, Mode, StepInputs
-from glm53_mono.reference.weights import ModelWeights, from_checkpoint
+from glm53_mono.reference.weights import from_checkpoint
+from glm53_mono.weights.model import ModelWeights
 
 TINY = Scale(
     hidden=128,

@@ -50,6 +50,12 @@ def _strided(model: Any) -> None:
     down.weight = torch.nn.Parameter(down.weight.t().contiguous().t(), requires_grad=False)
 
 
+def _misaligned(model: Any) -> None:
+    query = model.model.layers[1].self_attn.q_b_proj
+    moved = query.weight.new_empty(query.weight.numel() + 1)[1:].view_as(query.weight)
+    query.weight = torch.nn.Parameter(moved, requires_grad=False)
+
+
 def _whole_embedding(model: Any) -> None:
     embedding = model.model.embed_tokens
     embedding.weight = torch.nn.Parameter(torch.cat([embedding.weight, embedding.weight]), requires_grad=False)
@@ -64,6 +70,7 @@ def _one_layer_less(model: Any) -> None:
     [
         (_fp8, "model.layers.0.self_attn.o_proj.weight is torch.float8_e4m3fn, not torch.bfloat16"),
         (_strided, "model.layers.0.mlp.down_proj.weight has strides"),
+        (_misaligned, "model.layers.1.self_attn.q_b_proj.weight lies at address"),
         (_whole_embedding, "model.embed_tokens.weight has shape [1024, 512], not [512, 512]"),
         (_one_layer_less, "model.layers has 2 layers, the config 3"),
     ],

@@ -12,7 +12,7 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.reference import dense, indexer, kda, mhc, mla, moe, norm, numerics
 from glm53_mono.reference.state import Caches
 from glm53_mono.reference.step import LayerTrace, commit, step
-from glm53_mono.reference.weights import ModelWeights
+from glm53_mono.weights.model import ModelWeights
 from tests.unit.reference_serving import Server, tiny_model
 
 SEED = 21

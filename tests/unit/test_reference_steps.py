@@ -12,7 +12,7 @@ from torch import Tensor
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference.state import Caches, StepInputs
 from glm53_mono.reference.step import commit, step
-from glm53_mono.reference.weights import ModelWeights
+from glm53_mono.weights.model import ModelWeights
 from tests.unit.reference_serving import Request, Server, tiny_model
 
 STEPS = 300

@@ -12,7 +12,8 @@ from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.cli.step_bytes import StepBytes, attended_tokens, scored_pools, step_bytes
 from glm53_mono.cli.tensors import tensor_table
 from glm53_mono.geometry import Geometry
-from glm53_mono.weights.model import StepWeights, from_reference
+from glm53_mono.weights.bf16 import described
+from glm53_mono.weights.model import StepWeights
 from tests.kernels import rig
 
 LAYERS, EXPERTS = 5, 8
@@ -31,7 +32,7 @@ FULL = checkpoint_geometry(model_config(45, 32, mtp=False))
 def weights(request: pytest.FixtureRequest) -> StepWeights:
     fused = request.param
     model = rig.random_model(LAYERS, seed=1, experts=EXPERTS, fused=fused)
-    return from_reference(model.weights, model.geometry)
+    return described(model.weights)
 
 
 def of_checkpoint(*, experts: bool) -> int:

@@ -111,7 +111,6 @@ MODEL_READS = (
     built(DEEPSEEK, _MOE, "experts", "the routed experts", "get_moe_impl_class(quant_config)"),
     built(DEEPSEEK, _MOE, "shared_experts", "the shared expert where it is not fused", "DeepseekV2MLP"),
     *assigned(DEEPSEEK, _MOE, "whether the shared expert is a row of the routed ones", "num_fused_shared_experts"),
-    *assigned(DEEPSEEK, _MOE, "where the routed scale is applied", "routed_scaling_factor_fused_in_topk"),
     *assigned(DEEPSEEK, "MoEGate", "the router", "weight", "e_score_correction_bias"),
     # parameters of SGLang's layers
     Read(UNQUANTIZED, "UnquantizedLinearMethod", "weight", Kind.REGISTERED, "bf16 weights of linear layers"),
