@@ -196,14 +196,16 @@ class BenchRunner:
             self.model.forward = dispatch
         self._arms[SGLANG] = _Arm(self._runner.decode_cuda_graph_runner, self._runner.attn_backend)
 
-    def decode_batch(self, input_ids: torch.Tensor, context: int) -> Any:
-        """A decode step of requests of one length, whose rows, cache slots and state slots come from SGLang's pools.
+    def decode_batch(self, input_ids: torch.Tensor, context: int | Sequence[int], *, longest: int | None = None) -> Any:
+        """A decode step whose rows, cache slots and state slots come from SGLang's pools.
 
-        No prompt is run: the caches hold what they held. Every earlier batch's places are given back.
+        No prompt is run: the caches hold what they held. Every earlier batch's places are given back; a request gets
+        the same ones again where `longest` is the same and as many requests or more stand before it.
 
         Args:
             input_ids: [rows] int64 on the GPU, one token a request.
-            context: tokens of each request, the step's own included.
+            context: tokens of each request, the step's own included; one number for all of one length.
+            longest: tokens to which the requests may grow in later steps; by default they do not.
 
         Returns:
             SGLang's `ForwardBatch`.
@@ -215,27 +217,29 @@ class BenchRunner:
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         rows = input_ids.shape[0]
+        contexts = [context] * rows if isinstance(context, int) else list(context)
+        longest = longest or max(contexts)
         pool, allocator = self._runner.req_to_token_pool, self._runner.token_to_kv_pool_allocator
         table = pool.req_to_token
-        if context > table.shape[1]:
-            raise BenchError(f"a context of {context} tokens: the server's longest is {table.shape[1]}")
+        if longest > table.shape[1]:
+            raise BenchError(f"a context of {longest} tokens: the server's longest is {table.shape[1]}")
         pool.clear()
         allocator.clear()
-        whole_pages = -(-context // allocator.page_size) * allocator.page_size
+        whole_pages = -(-longest // allocator.page_size) * allocator.page_size
         free_tokens, free_states = allocator.available_size(), pool.mamba_allocator.available_size()
         slots = allocator.alloc(rows * whole_pages)
         states = pool.mamba_allocator.alloc(rows)
         if slots is None:
-            need = f"{rows} requests of {context} tokens take {rows * whole_pages} cache slots"
+            need = f"{rows} requests of {longest} tokens take {rows * whole_pages} cache slots"
             raise BenchError(f"{need} of {free_tokens}: raise --max-total-tokens or --mem-fraction-static")
         if states is None:
             raise BenchError(f"{rows} requests take {rows} state slots of {free_states}: raise --max-mamba-cache-size")
         device = input_ids.device
-        slots = slots.view(rows, whole_pages)[:, :context]
+        slots = slots.view(rows, whole_pages)[:, :longest]
         own = slice(FIRST_ROW, FIRST_ROW + rows)
-        table[own, :context] = slots.to(table.dtype)
+        table[own, :longest] = slots.to(table.dtype)
         pool.req_index_to_mamba_index_mapping[own] = states.to(torch.int32)
-        lengths = torch.full((rows,), context, dtype=torch.int64)
+        lengths = torch.tensor(contexts, dtype=torch.int64)
         seq_lens = lengths.to(device)
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
@@ -245,8 +249,8 @@ class BenchRunner:
             seq_lens=seq_lens,
             orig_seq_lens=seq_lens,
             seq_lens_cpu=lengths,
-            seq_lens_sum=rows * context,
-            out_cache_loc=slots[:, -1].to(torch.int64).contiguous(),
+            seq_lens_sum=sum(contexts),
+            out_cache_loc=slots.gather(1, (seq_lens - 1)[:, None])[:, 0].to(torch.int64),
             positions=seq_lens - 1,
             spec_algorithm=self._runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
@@ -264,13 +268,30 @@ class BenchRunner:
         Raises:
             BenchError: no captured graph has exactly these rows.
         """
+        self.run(arm, batch)
+        graphs = self._arms[arm].graphs
+        key = graphs._replay_graph_key
+        return lambda: graphs.backend.replay(key, batch)
+
+    def run(self, arm: str, batch: Any) -> Any:
+        """Run a step as a server does.
+
+        Args:
+            arm: MONOKERNEL or SGLANG, whichever was captured.
+            batch: of `decode_batch`; not one that another arm has run.
+
+        Returns:
+            SGLang's `LogitsProcessorOutput`, whose tensors the next step of the same rows overwrites.
+
+        Raises:
+            BenchError: no captured graph has exactly these rows.
+        """
         graphs = self._arms[arm].graphs
         self._runner.decode_cuda_graph_runner, self._runner.attn_backend = graphs, self._arms[arm].backend
         output = self._runner.forward(batch)
         if not output.can_run_graph or graphs.bs != batch.batch_size:
             raise BenchError(f"{batch.batch_size} rows have no graph of their own; captured: {graphs.capture_bs}")
-        key = graphs._replay_graph_key
-        return lambda: graphs.backend.replay(key, batch)
+        return output.logits_output
 
     @contextlib.contextmanager
     def context(self, arm: str) -> Iterator[None]:

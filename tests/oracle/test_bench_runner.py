@@ -17,16 +17,21 @@ from tests.oracle.sglang_cpu import context
 context.prepare_environment()
 
 from glm53_mono import runtime
+from glm53_mono.bindings import bind_pools
 from glm53_mono.cli import bench_measure
 from glm53_mono.cli.bench_report import Point, Timing
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.cli.checkpoint_config import checkpoint_geometry
+from glm53_mono.numerics import BOUNDS
 from glm53_mono.program.record import Kind
 from glm53_mono.spec import SPEC
 from glm53_mono.upstream import bench_runner
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG, BenchError, BenchRunner
 from glm53_mono.upstream.model import step_weights
 from glm53_mono.upstream.monokernel import BuildContext, ShapeKey
+from glm53_mono.upstream.running import served_step
+from glm53_mono.upstream.step import attention_backends
+from test.e2e.forced_steps import apart, copies, walk
 from tests.oracle.sglang_cpu.context import PAGE_TOKENS
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
@@ -185,7 +190,7 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
         graphs = runner.decode_cuda_graph_runner
         graphs.bs = next(size for size in graphs.capture_bs if size >= batch.batch_size)
         graphs._replay_graph_key = ("key", graphs.bs)
-        return SimpleNamespace(can_run_graph=True)
+        return SimpleNamespace(can_run_graph=True, logits_output=None)
 
     def times_of(replays: Any, steps: int) -> dict[str, Timing]:
         for replay in replays.values():
@@ -289,3 +294,43 @@ def test_drawn_weights_pass_through_the_dummy_loader(
     assert [name for name in text if not torch.equal(drawn[name], own[name])] == []
     plain = dict(load().named_parameters())
     assert not torch.equal(plain["lm_head.weight"], own["lm_head.weight"])
+
+
+def test_forced_steps_find_a_forward_that_is_off(
+    bench: BenchRunner, served: SglangModel, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The comparison that the GPU tests run for 256 steps: within bounds as it is, beyond them with a bug."""
+    runner, dispatch = served.runner, served.model.forward
+    graphs = {MONOKERNEL: NoGraphs(), SGLANG: NoGraphs()}
+    forwards = {MONOKERNEL: dispatch, SGLANG: dispatch.__wrapped__}
+    for name, of_arm in graphs.items():
+        bench._arms[name] = replace(bench._arms[MONOKERNEL], graphs=of_arm)
+
+    def forward(batch: Any) -> Any:
+        runner.attn_backend.init_forward_metadata(batch)
+        arm = next(name for name in graphs if graphs[name] is runner.decode_cuda_graph_runner)
+        graphs[arm].bs = batch.batch_size
+        with torch.no_grad(), bench.context(arm):
+            logits = forwards[arm](batch.input_ids, batch.positions, batch)
+        return SimpleNamespace(can_run_graph=True, logits_output=logits)
+
+    monkeypatch.setattr(runner, "forward", forward)
+    contexts, longest = (254, 300), 302
+    tokens = torch.randint(GEOMETRY.vocab, (2, 2), generator=torch.Generator().manual_seed(seed))
+    with bench.context(MONOKERNEL):
+        pools = bind_pools(attention_backends(), GEOMETRY, served_step())
+    before = copies(pools)
+    expected = walk(bench, SGLANG, pools, before, tokens, contexts, longest)
+    right = apart(walk(bench, MONOKERNEL, pools, before, tokens, contexts, longest), expected)
+    # a near-tie of a router may send a row elsewhere; the other is as close as a step of few layers is
+    assert min(right.logits) < BOUNDS["step", "logits"].rel, right
+    assert min(right.state) < 1e-2 and min(right.windows) < 1e-2, right
+
+    def other_tokens(input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
+        batch.input_ids = input_ids.roll(1)
+        return dispatch(batch.input_ids, positions, batch)
+
+    forwards[MONOKERNEL] = other_tokens
+    wrong = apart(walk(bench, MONOKERNEL, pools, before, tokens, contexts, longest), expected)
+    assert min(wrong.logits) > 10 * BOUNDS["step", "logits"].rel, wrong
+    assert min(wrong.state) > 1e-2 and min(wrong.windows) > 1e-1, wrong

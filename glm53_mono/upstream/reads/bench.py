@@ -57,6 +57,7 @@ BENCH_READS = (
     method(RUNNER, "ModelRunner", "init_attention_backends", "", _START),
     method(RUNNER, "ModelRunner", "init_cuda_graphs", "", _START),
     method(RUNNER, "ModelRunner", "init_decode_cuda_graph", "", _GRAPHS),
+    *fields(RUNNER, "ModelRunnerOutput", "what a step of the benchmark gives", "logits_output"),
     *assigned(RUNNER, "ModelRunner", _BATCH, "model_config", "spec_algorithm"),
     *(
         Read(RUNNER, "ModelRunner", name, Kind.ASSIGNED, purpose, within=within)
