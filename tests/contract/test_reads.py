@@ -19,7 +19,19 @@ UPSTREAM = PACKAGE / "upstream"
 READERS = ("model.py", "step.py", "pools.py", "hooks.py", "loaded.py", "bench_runner.py")
 """Modules that take objects of SGLang apart."""
 
-TENSOR_NAMES = {"Tensor", "dtype", "shape", "stride", "flatten", "split", "squeeze", "transpose", "view"}
+TENSOR_NAMES = {
+    "Tensor",
+    "dtype",
+    "shape",
+    "stride",
+    "flatten",
+    "gather",
+    "split",
+    "squeeze",
+    "tensor",
+    "transpose",
+    "view",
+}
 TENSOR_NAMES |= {"bfloat16", "bool", "float32", "int32", "int64", "uint8"}
 """What the readers use of torch."""
 
