@@ -151,6 +151,8 @@ class Geometry:
             expert_width=sizes.shard("moe_intermediate_size", _field(text, "moe_intermediate_size"), multiple=32),
             dense_width=sizes.shard("intermediate_size", _field(text, "intermediate_size"), multiple=32),
         )
+        if not sizes.refused & {"num_hidden_layers", "first_k_dense_replace"}:
+            reasons += _ffn_reasons(_field(text, "mlp_layer_types"), geometry)
         if geometry.experts_per_token > geometry.experts and "n_routed_experts" not in sizes.refused:
             found = f"num_experts_per_tok {geometry.experts_per_token}"
             reasons.append(f"{found} is more than n_routed_experts {geometry.experts}")
@@ -255,6 +257,22 @@ def _structure_reasons(text: Any) -> list[str]:
     if scaling and "mrope_section" in scaling:
         reasons.append(f"rope_scaling.mrope_section {scaling['mrope_section']!r} is not None")
     return reasons
+
+
+def _ffn_reasons(kinds: Any, geometry: Geometry) -> list[str]:
+    """What is wrong with `mlp_layer_types`, which says again what `first_k_dense_replace` says; it may be missing."""
+    if kinds is None:
+        return []
+    if not isinstance(kinds, list | tuple):
+        return [f"mlp_layer_types {kinds!r} is not a list"]
+    want = ["dense" if geometry.is_dense(layer) else "sparse" for layer in range(geometry.layers)]
+    if len(kinds) < len(want):
+        return [f"mlp_layer_types has {len(kinds)} layers, num_hidden_layers is {len(want)}"]
+    for layer, (found, wanted) in enumerate(zip(kinds, want, strict=False)):
+        if found != wanted:
+            said = f"first_k_dense_replace {geometry.dense_layers} makes it {wanted!r}"
+            return [f"mlp_layer_types has {found!r} for layer {layer}, and {said}"]
+    return []
 
 
 def _same(found: Any, want: Any) -> bool:

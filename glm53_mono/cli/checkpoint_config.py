@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,8 @@ def model_config(
         "text_config": _text_config(layers, experts, sizes, mtp),
         "vision_config": _vision_stub(sizes),
     }
+    kda_layers = [layer for layer in range(layers) if layer % DSA_PERIOD != DSA_PERIOD - 1]
+    order_layers(config, kda_layers, min(layers, DENSE_LAYERS))
     checkpoint_geometry(config)
     return config
 
@@ -123,9 +126,23 @@ def checkpoint_geometry(config: dict[str, Any]) -> Geometry:
     return Geometry.from_config(SimpleNamespace(**config["text_config"]), tp_size=1)
 
 
+def order_layers(config: dict[str, Any], kda_layers: Collection[int], dense_layers: int) -> None:
+    """Give the contents of a config.json other kinds of layers, in every field that names them.
+
+    Args:
+        config: changed in place.
+        kda_layers: layers whose attention is KDA; the others are DSA.
+        dense_layers: layers at the start whose FFN is dense.
+    """
+    text = config["text_config"]
+    layers = range(text["num_hidden_layers"])
+    text["linear_attn_config"]["kda_layers"] = [layer for layer in layers if layer in kda_layers]
+    text["linear_attn_config"]["full_attn_layers"] = [layer for layer in layers if layer not in kda_layers]
+    text["first_k_dense_replace"] = dense_layers
+    text["mlp_layer_types"] = ["dense" if layer < dense_layers else "sparse" for layer in layers]
+
+
 def _text_config(layers: int, experts: int, sizes: Scale, mtp: bool) -> dict[str, Any]:
-    dsa = [layer for layer in range(layers) if layer % DSA_PERIOD == DSA_PERIOD - 1]
-    kda = [layer for layer in range(layers) if layer not in dsa]
     return {
         **STRUCTURE,
         "model_type": "glm5_next_text",
@@ -141,7 +158,6 @@ def _text_config(layers: int, experts: int, sizes: Scale, mtp: bool) -> dict[str
         "n_routed_experts": experts,
         "num_experts_per_tok": sizes.experts_per_token,
         "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": min(layers, DENSE_LAYERS),
         "q_lora_rank": sizes.q_rank,
         "kv_lora_rank": sizes.latent,
         "index_topk": sizes.index_topk,
@@ -149,13 +165,7 @@ def _text_config(layers: int, experts: int, sizes: Scale, mtp: bool) -> dict[str
         "index_share_for_mtp_iteration": True,
         "indexer_rope_interleave": True,
         "indexer_types": ["full"] * layers,
-        "mlp_layer_types": ["dense" if layer < DENSE_LAYERS else "sparse" for layer in range(layers)],
-        "linear_attn_config": {
-            **LINEAR_STRUCTURE,
-            "num_heads": sizes.heads,
-            "kda_layers": kda,
-            "full_attn_layers": dsa,
-        },
+        "linear_attn_config": {**LINEAR_STRUCTURE, "num_heads": sizes.heads},
         "pad_token_id": special_token_id(PAD_TOKEN, sizes.vocab),
         "eos_token_id": [special_token_id(token, sizes.vocab) for token in EOS_TOKENS],
     }

@@ -38,7 +38,7 @@ class DemoError(ValueError):
     """The demo cannot run; the message is one line for the user."""
 
 
-FULL = Plan(prompt_tokens=(70, 37), decode_steps=6, verify_rounds=8)
+FULL = Plan(prompt_tokens=(70, 37), decode_steps=4, verify_rounds=6)
 QUICK = Plan(prompt_tokens=(37,), decode_steps=2, verify_rounds=3)
 
 
@@ -50,6 +50,7 @@ def demo(
 ) -> None:
     """Generate with a small GLM-5.3-Flash of random weights, and hold our step against SGLang's own forward.
 
+    The reference and the kernels, in Triton's interpreter, run the same steps, each part on what SGLang's part read.
     Prompt, decode steps, then MTP3 verify rounds whose drafts are wrong on purpose in places, commits included. Exit
     status: 0 if every part kept to its bound, 1 if not, 2 if the demo cannot run.
     """
@@ -72,7 +73,7 @@ def run_demo(
         seed: of everything random.
         out: where the report goes.
         progress_on: where the progress bar goes.
-        make_runners: the fast sides; the reference if not given.
+        make_runners: the fast sides; the reference and the kernels if not given.
 
     Returns:
         Whether every part of every fast side kept to its bound.
@@ -139,6 +140,7 @@ def _run(
     from glm53_mono.cli.checkpoint import checkpoint_tensors
     from glm53_mono.cli.checkpoint_config import checkpoint_geometry
     from glm53_mono.cli.demo_run import Demo
+    from glm53_mono.cli.kernel_runner import KernelRunner
     from glm53_mono.cli.reference_runner import ReferenceRunner
     from glm53_mono.reference.weights import from_checkpoint
 
@@ -157,7 +159,7 @@ def _run(
             pages=sum(plan.pages(geometry.page_tokens)),
             draft_tokens=DRAFT_TOKENS,
         ) as model:
-            runners = make_runners or [ReferenceRunner]
+            runners = make_runners or [ReferenceRunner, KernelRunner]
             outcome = Demo(oracle, model, weights, geometry, plan, runners, seed).run(advance)
             replaced = len({patch.reason for patch in model.applied})
     return outcome, _description(geometry, plan, seed, replaced, outcome)

@@ -40,6 +40,12 @@ def key_offset(entry, channel, TILED: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
+def key_scales(page, G: tl.constexpr):
+    """The fp32 scales of an index page's pooled keys, which lie behind them."""
+    return (page + G.page_pools * G.index_head_dim).to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
 def page_of(step, request_row, pool, G: tl.constexpr):
     """The index page (int64) that holds a pool of a request: pools of one token page share it."""
     first_token = pool // G.page_pools * G.page_tokens
@@ -49,16 +55,9 @@ def page_of(step, request_row, pool, G: tl.constexpr):
 
 @triton.jit
 def close_pools(
-    workspace,
-    record,
-    step,
-    request,
-    VERIFY: tl.constexpr,
-    TILED: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    BACKEND: tl.constexpr,
-):
+    workspace, record, step, request, VERIFY: tl.constexpr, TILED: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """Puts a request's rows into its compress ring, then writes every pool that one of them closes.
 
     The ring holds unrotated keys and gate logits at position % ring length, so a pool's four entries are all in it.
@@ -120,22 +119,14 @@ def close_pool(record, step, row, ring, position, TILED: tl.constexpr, G: tl.con
     page = pointer(record, INDEX_POOL, tl.uint8) + own_page * G.index_page_bytes
     slot = position // G.pool % G.page_pools
     tl.store(page + key_offset(slot, channel, TILED, G), fp8(rotated, scale).to(tl.uint8, bitcast=True))
-    scales = (page + G.page_pools * G.index_head_dim).to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(scales + slot, scale)
+    tl.store(key_scales(page, G) + slot, scale)
 
 
 @triton.jit
 def score_pages(
-    workspace,
-    record,
-    step,
-    rows,
-    VERIFY: tl.constexpr,
-    TILED: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    T: tl.constexpr,
-):
+    workspace, record, step, rows, VERIFY: tl.constexpr, TILED: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """score_p = key_scale_p * sum_h w_h relu(q8_h . key8_p) for rows that must select. Task: (row, page)."""
     scores = region(workspace, W.scores, tl.float32)
     pages = pointer(record, INDEX_POOL, tl.uint8)
@@ -155,8 +146,7 @@ def score_pages(
                 place = key_offset(slot[:, None], channel[None, :], TILED, G)
                 key = tl.load(page + place, mask=visible[:, None] & (channel >= 0)[None, :], other=0)
                 key = key.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-                scales = (page + G.page_pools * G.index_head_dim).to(tl.pointer_type(tl.float32), bitcast=True)
-                scale = tl.load(scales + slot, mask=visible, other=0.0)
+                scale = tl.load(key_scales(page, G) + slot, mask=visible, other=0.0)
                 match = tl.maximum(tl.dot(q, key.T), 0.0)
                 score = tl.sum(match * weight[:, None], 0) * scale
                 tl.store(scores + tl.cast(row, tl.int64) * W.max_pools + pool, score, mask=visible)

@@ -13,7 +13,12 @@ Triton keeps bf16 and fp8 values in numpy arrays of their bit patterns (`triton/
 scalar;
 8. Triton 3.6 alone: a run-time bool argument raises; `tl.minimum`, `tl.maximum` and `tl.clamp` propagate NaN, where a
 GPU drops it;
-9. `tl.fma` rounds the product before it adds, where a GPU rounds once.
+9. `tl.fma` rounds the product before it adds, where a GPU rounds once;
+10. a row of an fp32 `tl.dot` has other bits in another place: numpy's sgemm sums the rows of one matrix in several
+orders. Sums of products are fp64 here: of bf16 values exact but for operands 2^28 apart, so any order gives the same.
+
+It also takes the interpreter's slowest spots out (`faster_interpreter`), and the check of every integer sum for
+overflow: tests on a GPU reach the sizes that could.
 
 What stays: fp32 dots are exact where sm_90 may use TF32, programs of a grid run one after another, inline assembly is
 refused, and `tl.dot_scaled` reads a bf16 operand through fp16.
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +36,9 @@ import torch
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
+
+from glm53_mono.kernels.faster_interpreter import cached_dtype, device_call
 
 _COMPARISONS = frozenset({np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal})
 
@@ -77,6 +84,10 @@ def repair() -> None:
         for name in names:
             setattr(owner, name, _reduction(getattr(owner, name)))
     interpreter._implicit_cvt = _argument(interpreter._implicit_cvt)
+    interpreter._get_np_dtype = cached_dtype(interpreter._get_np_dtype)
+    InterpretedFunction.__call__ = device_call(InterpretedFunction.__call__)
+    unchecked = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = unchecked
 
 
 def _is_narrow(dtype: tl.dtype) -> bool:
@@ -153,8 +164,10 @@ def _dot(
     max_num_imprecise_acc: int,
 ) -> TensorHandle:
     accumulator = _widen(d.data, d.dtype)
-    product = np.matmul(_widen(a.data, a.dtype), _widen(b.data, b.dtype), dtype=accumulator.dtype)
-    return TensorHandle(_narrow(product + accumulator, d.dtype), d.dtype.scalar)
+    exact = np.float64 if accumulator.dtype == np.float32 else accumulator.dtype
+    product = _widen(a.data, a.dtype).astype(exact) @ _widen(b.data, b.dtype).astype(exact)
+    sums = (product + accumulator).astype(accumulator.dtype)
+    return TensorHandle(_narrow(sums, d.dtype), d.dtype.scalar)
 
 
 def _fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:

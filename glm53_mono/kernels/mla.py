@@ -148,16 +148,9 @@ def write_latent(workspace, record, step, row, W: tl.constexpr, G: tl.constexpr)
 
 @triton.jit
 def mla_absorb(
-    workspace,
-    record,
-    step,
-    rows,
-    VERIFY: tl.constexpr,
-    TILED: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    T: tl.constexpr,
-):
+    workspace, record, step, rows, VERIFY: tl.constexpr, TILED: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """The absorbed query q w_kc of every head, and the indexer's scores of rows that see more pools than they select.
 
     Tasks: (head, tile of the latent); then (row, page of pools).
@@ -184,12 +177,18 @@ def mla_absorb(
 
 
 @triton.jit
+def key_count(length, G: tl.constexpr):
+    """Tokens that a row of so many visible ones attends: those of its pools, and the tail."""
+    return tl.minimum(length // G.pool, G.selected_pools) * G.pool + length % G.pool
+
+
+@triton.jit
 def attend_tokens(row, length, request_row, selected, req_to_token, stride, first, KEYS: tl.constexpr, G: tl.constexpr):
     """Cache slots of a row's keys [first, first + KEYS), and which of them exist: selected pools, then the tail."""
     j = first + tl.arange(0, KEYS)
     pools = length // G.pool
-    history = tl.minimum(pools, G.selected_pools) * G.pool
-    keys = history + length % G.pool
+    keys = key_count(length, G)
+    history = keys - length % G.pool
     is_history = j < history
     entry = j // G.pool
     picked = tl.load(selected + row * G.selected_pools + entry, mask=is_history & (pools > G.selected_pools), other=0)
@@ -224,8 +223,7 @@ def mla_attend(workspace, record, step, rows, VERIFY: tl.constexpr, W: tl.conste
         chunk = task % TASKS // HEAD_BLOCKS
         head = task % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
         length = row_length(step, row, VERIFY)
-        keys = tl.minimum(length // G.pool, G.selected_pools) * G.pool + length % G.pool
-        if chunk * KEYS < keys:
+        if chunk * KEYS < key_count(length, G):
             request_row = tl.load(step.request_rows + row // step.tokens).to(tl.int64)
             slot, exists = attend_tokens(
                 row, length, request_row, selected, step.req_to_token, step.req_to_token_stride, chunk * KEYS, KEYS, G
@@ -247,16 +245,9 @@ def mla_attend(workspace, record, step, rows, VERIFY: tl.constexpr, W: tl.conste
 
 @triton.jit
 def mla_merge(
-    workspace,
-    record,
-    step,
-    rows,
-    VERIFY: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    T: tl.constexpr,
-    BACKEND: tl.constexpr,
-):
+    workspace, record, step, rows, VERIFY: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """u = sum of the chunks, then the values u w_vc. Task: (head, tile of the head's values).
 
     Two passes over the chunks: first their maxima, then all of them weighted, so no chunk waits for the one before.
@@ -291,8 +282,7 @@ def merge_chunks(workspace, x, row, head, length, W: tl.constexpr, G: tl.constex
     partial = region(workspace, W.partial, tl.float32)
     partial_max = region(workspace, W.partial_max, tl.float32)
     partial_sum = region(workspace, W.partial_sum, tl.float32)
-    keys = tl.minimum(length // G.pool, G.selected_pools) * G.pool + length % G.pool
-    chunks = (keys + T.attend_keys - 1) // T.attend_keys
+    chunks = (key_count(length, G) + T.attend_keys - 1) // T.attend_keys
     chunk = tl.arange(0, W.attend_chunks_padded)
     LATENT: tl.constexpr = G.latent
     column = tl.arange(0, LATENT)

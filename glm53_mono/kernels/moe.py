@@ -10,15 +10,7 @@ import triton.language as tl
 
 from glm53_mono.geometry import MAX_ROWS
 from glm53_mono.kernels.dense import gate_up
-from glm53_mono.kernels.gemv import (
-    add_chunk,
-    folded_columns,
-    pair_row,
-    row_index,
-    split_pairs,
-    unfold,
-    zero_tile,
-)
+from glm53_mono.kernels.gemv import add_chunk, folded_columns, pair_row, row_index, split_pairs, unfold, zero_tile
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.mhc import next_fn, update_streams
 from glm53_mono.kernels.numerics import bf16, clamped_swiglu, sigmoid
@@ -147,16 +139,9 @@ def experts(workspace, record, step, rows, W: tl.constexpr, G: tl.constexpr, T: 
 
 @triton.jit
 def down(
-    workspace,
-    record,
-    step,
-    rows,
-    FUSED: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    T: tl.constexpr,
-    BACKEND: tl.constexpr,
-):
+    workspace, record, step, rows, FUSED: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """f of a sparse layer, then hc_post. Task: one whole tile of hidden columns over all experts and the shared one.
 
     Apart (FUSED false): f = bf16(bf16(scale * sum_e bf16(w_e d_e)) + bf16(d_shared)); fused, the shared expert is one

@@ -20,11 +20,14 @@ class Access:
 
     `reads` may have been written by any program in an earlier phase; `writes` are read by others only in a later one;
     `owns` are read and written by the one program whose task owns the place (a column tile, a channel, a head, a row).
+    `late` are those of `reads` and `writes` where programs that the next phase does not wait for (`monokernel`'s
+    arrivals) may still be at work during it.
     """
 
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     owns: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ def _address(name: str, value: Value) -> int:
     return checked_address(name, value)
 
 
-MIX = Access(reads=frozenset({"streams", "mix"}), writes=frozenset({"mixed", "coefficients"}))
+MIX = Access(
+    reads=frozenset({"streams", "mix"}),
+    writes=frozenset({"mixed", "coefficients"}),
+    late=frozenset({"mix", "coefficients"}),
+)
 UPDATE_READS = frozenset({"coefficients"})
 UPDATE_OWNS = frozenset({"streams"})
 UPDATE_WRITES = frozenset({"mix"})

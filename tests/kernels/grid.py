@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder
 
+from glm53_mono.kernels import monokernel
 from glm53_mono.program.launch import Launch
 from glm53_mono.reference.state import Caches
 
@@ -162,6 +163,15 @@ def recorded(places: list[Place]) -> Iterator[Accesses]:
         patch.setattr(InterpreterBuilder, "create_masked_load", create_masked_load)
         patch.setattr(InterpreterBuilder, "create_masked_store", create_masked_store)
         yield accesses
+
+
+@contextmanager
+def arrivals() -> Iterator[set[int]]:
+    """The programs that arrive at the barrier behind each phase of the launches inside; here the grid's end stands."""
+    arrived: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monokernel, "arrive", lambda *_: arrived.add(interpreter_builder.grid_idx[0]))
+        yield arrived
 
 
 CACHE_NAMES = {

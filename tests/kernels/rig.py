@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 
 from glm53_mono.cli.checkpoint import draw_tensor
-from glm53_mono.cli.checkpoint_config import Scale, checkpoint_geometry, model_config
+from glm53_mono.cli.checkpoint_config import Scale, checkpoint_geometry, model_config, order_layers
 from glm53_mono.cli.tensors import TensorSpec, tensor_table
 from glm53_mono.geometry import Geometry
-from glm53_mono.kernels.monokernel import StepSizes, StepTensors
+from glm53_mono.program.from_reference import pools_of, step_of
 from glm53_mono.program.launch import Launch, Variant
-from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS, Tiling
-from glm53_mono.reference.state import Caches, StepInputs
+from glm53_mono.reference.state import PADDED_SLOT, Caches, StepInputs
 from glm53_mono.reference.weights import from_checkpoint, fuse_shared_expert
 from glm53_mono.weights import bf16
 from glm53_mono.weights.model import ModelWeights
-
-NO_SLOT = -1
 
 TINY = Scale(
     hidden=256,
@@ -94,10 +91,7 @@ def random_model(
     """
     config = model_config(layers, experts, scale, mtp=False)
     if pattern is not None:
-        text = config["text_config"]
-        sparse = tuple(layer for layer in range(layers) if layer not in pattern.kda_layers)
-        text["first_k_dense_replace"] = pattern.dense_layers
-        text["linear_attn_config"] |= {"kda_layers": pattern.kda_layers, "full_attn_layers": sparse}
+        order_layers(config, pattern.kda_layers, pattern.dense_layers)
     geometry = checkpoint_geometry(config)
     if sinkhorn_iterations is not None:
         geometry = replace(geometry, sinkhorn_iterations=sinkhorn_iterations)
@@ -200,7 +194,7 @@ def step_inputs(
         seq_lens=torch.cat((torch.tensor(lengths), torch.ones(padded, dtype=torch.int64))),
         req_pool_indices=torch.cat((rows, torch.zeros(padded, dtype=torch.int64))),
         out_cache_loc=torch.cat((locations, torch.zeros(padded * tokens, dtype=torch.int64))),
-        mamba_slots=torch.cat((slots.int(), torch.full((padded,), NO_SLOT, dtype=torch.int32))),
+        mamba_slots=torch.cat((slots.int(), torch.full((padded,), PADDED_SLOT, dtype=torch.int32))),
         verify_rows=torch.arange(requests + padded, dtype=torch.int32),
         req_to_token=table,
     )
@@ -225,43 +219,6 @@ def of_requests(inputs: StepInputs, requests: list[int]) -> StepInputs:
             for name, value in vars(inputs).items()
             if isinstance(value, Tensor) and name != "req_to_token"
         },
-    )
-
-
-def pools_of(caches: Caches) -> Pools:
-    """The caches as a launch sees them."""
-    speculative = caches.intermediate_ssm.shape[2] > 0
-    return Pools(
-        conv=caches.conv,
-        state=caches.temporal,
-        conv_scratch=caches.intermediate_conv if speculative else None,
-        state_scratch=caches.intermediate_ssm if speculative else None,
-        latent=caches.latent,
-        index=caches.index,
-        ring_key=caches.ring_key,
-        ring_gate=caches.ring_gate,
-    )
-
-
-def step_of(inputs: StepInputs, pools: Pools, track_slots: Tensor | None = None) -> tuple[StepTensors, StepSizes]:
-    """The launch's view of a step."""
-    none = torch.full_like(inputs.mamba_slots, NO_SLOT, dtype=torch.int64)
-    tensors = StepTensors(
-        input_ids=inputs.input_ids,
-        cache_slots=inputs.out_cache_loc,
-        seq_lens=inputs.seq_lens,
-        request_rows=inputs.req_pool_indices,
-        state_slots=inputs.mamba_slots,
-        track_slots=none if track_slots is None else track_slots,
-        track_mask=torch.full_like(inputs.mamba_slots, track_slots is not None, dtype=torch.bool),
-        scratch_rows=inputs.verify_rows,
-        req_to_token=inputs.req_to_token,
-    )
-    return tensors, StepSizes(
-        rows=inputs.rows,
-        tokens=inputs.tokens_per_request,
-        req_to_token_stride=inputs.req_to_token.stride(0),
-        ring_length=pools.ring_length,
     )
 
 

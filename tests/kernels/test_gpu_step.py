@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glm53_mono.reference.state import StepInputs
+from glm53_mono.reference.state import PADDED_SLOT, StepInputs
 from tests.kernels import full_width, rig
 from tests.kernels.batches import BATCHES, assert_same_bits, run_in_batches
 from tests.kernels.chains import run_chain
@@ -116,5 +116,5 @@ def changed(inputs: StepInputs, longest: list[int], model: Model, generator: tor
         positions=lengths - 1,
         seq_lens=lengths,
         out_cache_loc=locations.masked_fill(padded.to(locations.device), 0),
-        mamba_slots=slots.masked_fill(padded, rig.NO_SLOT).to(inputs.mamba_slots),
+        mamba_slots=slots.masked_fill(padded, PADDED_SLOT).to(inputs.mamba_slots),
     )

@@ -153,6 +153,12 @@ def _narrow_dot(dtype: torch.dtype, scale: float) -> tuple[torch.Tensor, torch.T
     return (out - exact).abs() <= 1e-5 * scale * scale, torch.ones(16, 16, dtype=torch.bool)
 
 
+def _exact_dot() -> tuple[torch.Tensor, torch.Tensor]:
+    x, y, out = _random(16, 16), _random(16, 16).T.contiguous(), torch.empty(16, 16)
+    _dot[(1,)](x, y, out, M=16)
+    return out, (x.double() @ y.double()).float()
+
+
 def _bf16_reductions() -> tuple[torch.Tensor, torch.Tensor]:
     x = _random(N).bfloat16()
     whole = x.float()
@@ -195,6 +201,7 @@ PROBES: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
     "bf16 constant": _bf16_constant,
     "bf16 dot": lambda: _narrow_dot(torch.bfloat16, 1.0),
     "e4m3 dot": lambda: _narrow_dot(torch.float8_e4m3fn, 0.004),
+    "fp32 dot, summed exactly": _exact_dot,
     "bf16 reductions": _bf16_reductions,
     "run-time float": _float_argument,
     "run-time bool": _bool_argument,

@@ -20,7 +20,7 @@ from glm53_mono.program.tiling import TILINGS
 from glm53_mono.reference.state import Caches, StepInputs
 from tests.kernels import rig
 from tests.kernels.compare import bits
-from tests.kernels.grid import Accesses, Order, backwards, interleaved, places_of, program_order, recorded
+from tests.kernels.grid import Accesses, Order, arrivals, backwards, interleaved, places_of, program_order, recorded
 from tests.kernels.rig import EVERY_PAIR, EVERY_PHASE, Model, tiny_model
 
 PROGRAMS = 5
@@ -28,9 +28,6 @@ PROGRAMS = 5
 
 INPUT_CACHES = frozenset({"latent_pool", "index_pool"})
 """What phases read of earlier steps; state, windows and rings are owned, and read by their owner alone."""
-
-UNAWAITED = {Kind.MIX: Access(reads=frozenset({"mix"}), writes=frozenset({"coefficients"}))}
-"""What the programs that nobody waits for (`monokernel`'s arrivals) may still be doing in the phase after."""
 
 STEPS = [
     pytest.param([4, 68, 256], 1, id="decode"),
@@ -63,11 +60,11 @@ def violations(phases: list[Phase]) -> list[str]:
             f"{name} owns {place} and shares it" for place in sorted(access.owns & (access.reads | access.writes))
         ]
         found += [f"{name} reads {place}, which nothing wrote" for place in sorted(access.reads - known)]
-        late = UNAWAITED.get(before.kind, Access()) if before else Access()
-        touched = access.reads | access.writes | access.owns
-        found += [f"{name} touches {place}, which is still being written" for place in sorted(late.writes & touched)]
+        still = before.access if before else Access()
         changed = access.writes | access.owns
-        found += [f"{name} changes {place}, which is still being read" for place in sorted(late.reads & changed)]
+        written, read = still.late & still.writes & (access.reads | changed), still.late & still.reads & changed
+        found += [f"{name} touches {place}, which is still being written" for place in sorted(written)]
+        found += [f"{name} changes {place}, which is still being read" for place in sorted(read)]
         known |= access.writes
         before = phase
     return found
@@ -104,14 +101,14 @@ def test_a_declared_violation_is_found(model: Model, kind: Kind, access: dict[st
     assert any(words in line for line in violations(phases))
 
 
-def audited(launch: Launch, caches: Caches, inputs: StepInputs) -> Iterator[tuple[Phase, Accesses]]:
-    """Each phase with what its programs touched."""
+def audited(launch: Launch, caches: Caches, inputs: StepInputs) -> Iterator[tuple[Phase, Accesses, set[int]]]:
+    """Each phase with what its programs touched, and the programs that the next phase waits for."""
     hidden = torch.empty(inputs.rows, launch.geometry.hidden, dtype=torch.bfloat16)
     step = rig.step_of(inputs, rig.pools_of(caches))
     for index, phase in enumerate(launch.phases):
-        with recorded(places_of(launch, caches, hidden)) as accesses:
+        with recorded(places_of(launch, caches, hidden)) as accesses, arrivals() as arrived:
             launch.run(*step, hidden, index, index + 1)
-        yield phase, accesses
+        yield phase, accesses, arrived
 
 
 @pytest.mark.slow
@@ -122,17 +119,18 @@ def test_programs_touch_what_is_declared_and_nothing_of_one_another(
     launch, caches, inputs = prepared(model, lengths, tokens, seed)
     private = {region.name for region in launch.workspace.regions if region.private}
     unawaited: Accesses | None = None
-    for phase, accesses in audited(launch, caches, inputs):
+    for phase, accesses, arrived in audited(launch, caches, inputs):
         name, access = f"{phase.kind.name} of layer {phase.layer}", phase.access
+        assert arrived == set(range(inputs.rows if access.late else PROGRAMS)), name
         assert not accesses.races(), name
         assert not accesses.trespasses(), name
         assert accesses.names(accesses.reads) - private <= access.reads | access.owns, name
         assert accesses.names(accesses.writes) - private <= access.writes | access.owns, name
         if unawaited is not None:
             assert not unawaited.and_then(accesses).races(), f"{name} and the phase before"
-        unawaited = None
-        if phase.kind in UNAWAITED:
-            unawaited = accesses.of_programs(lambda program: program >= inputs.rows)
+        unawaited = accesses.of_programs(lambda program, arrived=arrived: program not in arrived)
+        touched_late = accesses.names(unawaited.reads) | accesses.names(unawaited.writes)
+        assert touched_late - private <= access.late, name
 
 
 @pytest.mark.slow
@@ -191,7 +189,7 @@ def test_a_program_outside_its_share_is_found(model: Model, monkeypatch: pytest.
 
     monkeypatch.setattr(mhc, "private", lambda workspace, offset, _bytes, dtype: region(workspace, offset, dtype))
     launch, caches, inputs = prepared(model, [9], 1, seed=3)
-    for phase, accesses in audited(launch, caches, inputs):
+    for phase, accesses, _ in audited(launch, caches, inputs):
         if phase.kind == Kind.KDA_OUTPUT:
             assert any(line.startswith("tile") for line in accesses.trespasses())
             return

@@ -1,4 +1,4 @@
-"""The demo from prompt to verdict, with the reference and with a fast side that commits the wrong draft."""
+"""The demo from prompt to verdict: reference and kernels pass, kernels that commit the wrong draft do not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from glm53_mono.cli.demo import run_demo
 from glm53_mono.cli.demo_plan import Plan
+from glm53_mono.cli.kernel_runner import KernelRunner
 from glm53_mono.cli.reference_runner import ReferenceRunner
 from glm53_mono.reference.state import StepInputs
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow
 SEED_WITH_ACCEPTED_DRAFTS = 0
 
 
-class ForgetfulRunner(ReferenceRunner):
+class ForgetfulRunner(KernelRunner):
     """Commits the first token of every request, whatever was accepted."""
 
     name = "forgetful"
@@ -27,10 +28,10 @@ class ForgetfulRunner(ReferenceRunner):
         super().commit(inputs, accepted * 0)
 
 
-def test_the_demo_passes_the_reference_and_fails_a_bug() -> None:
+def test_the_demo_passes_reference_and_kernels_and_fails_a_bug() -> None:
     page = io.StringIO()
     plan = Plan(prompt_tokens=(21,), decode_steps=1, verify_rounds=3)
-    runners = [ReferenceRunner, ForgetfulRunner]
+    runners = [ReferenceRunner, KernelRunner, ForgetfulRunner]
     passed = run_demo(plan, SEED_WITH_ACCEPTED_DRAFTS, Console(file=page, width=120), Console(quiet=True), runners)
     text = page.getvalue()
     assert not passed
@@ -41,4 +42,5 @@ def test_the_demo_passes_the_reference_and_fails_a_bug() -> None:
     assert "EXCEEDED" in wrong
     assert "forgetful: conv windows" in wrong
     assert "reference: " not in wrong
+    assert "kernels: " not in wrong
     assert "drafts: 0 of" not in text

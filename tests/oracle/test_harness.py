@@ -13,9 +13,9 @@ from tests.oracle.sglang_cpu import context
 
 context.prepare_environment()
 
+from glm53_mono.kernels.faster_interpreter import with_room_for_frames
 from tests.oracle.sglang_cpu import patches, substitutes
 from tests.oracle.sglang_cpu.batches import Batch, Request
-from tests.oracle.sglang_cpu.faster_interpreter import with_room_for_frames
 
 
 def targets() -> dict[str, object]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import Scale, checkpoint_geometry, model_config
+from glm53_mono.cli.checkpoint_config import Scale, checkpoint_geometry, model_config, order_layers
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference.state import PADDED_LOCATION, PADDED_SLOT, Caches, Mode, StepInputs
 from glm53_mono.reference.weights import from_checkpoint
@@ -33,12 +33,7 @@ TINY = Scale(
 def tiny_model(seed: int, *, kda_layers: Sequence[int] = (0, 2), layers: int = 3) -> tuple[ModelWeights, Geometry]:
     """A model of `layers` layers, the first one dense, with random weights."""
     config = model_config(layers, 6, TINY, mtp=False)
-    text = config["text_config"]
-    text["first_k_dense_replace"] = 1
-    text["linear_attn_config"] |= {
-        "kda_layers": list(kda_layers),
-        "full_attn_layers": [layer for layer in range(layers) if layer not in kda_layers],
-    }
+    order_layers(config, kda_layers, dense_layers=1)
     geometry = checkpoint_geometry(config)
     return from_checkpoint(dict(checkpoint_tensors(config, seed)), geometry), geometry
 

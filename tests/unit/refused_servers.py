@@ -297,6 +297,12 @@ GEOMETRY_ROWS = (
         config=(text_field("index_kpool", 16),),
     ),
     plain(
+        "dense layers",
+        "",
+        "mlp_layer_types has 'dense' for layer 2, and first_k_dense_replace 2 makes it 'sparse'",
+        config=(text_field("first_k_dense_replace", 2),),
+    ),
+    plain(
         "expert width",
         "",
         "moe_intermediate_size 2016 is not a multiple of 128 at tp_size 4",

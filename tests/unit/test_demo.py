@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,12 @@ def test_bad_input_is_refused(arguments: list[str], named: str) -> None:
     assert result.exit_code == 2
     assert named in result.stderr
     assert not result.stdout
+
+
+def test_kernels_are_declared_after_the_interpreter_is_chosen() -> None:
+    """Triton reads `TRITON_INTERPRET` when a kernel is declared, and the demo sets it when it runs."""
+    program = "import sys, glm53_mono.cli.demo; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_negative_seed_gets_one_line() -> None:

@@ -189,6 +189,16 @@ def test_other_numbers_of_ranks_are_refused(tp_size: int) -> None:
         (text_config(indexer_types=1), "indexer_types 1 is not a list"),
         (with_linear(full_attn_layers=[3]), "linear_attn_config.full_attn_layers [3] is not the rest of the layers"),
         (text_config(indexer_types=["full", "shared"]), "indexer_types has shared, where every DSA layer"),
+        (
+            text_config(first_k_dense_replace=2),
+            "mlp_layer_types has 'dense' for layer 2, and first_k_dense_replace 2 makes it 'sparse'",
+        ),
+        (
+            text_config(mlp_layer_types=["dense"] * 3 + ["sparse"] * 41 + ["dense"]),
+            "mlp_layer_types has 'dense' for layer 44, and first_k_dense_replace 3 makes it 'sparse'",
+        ),
+        (text_config(mlp_layer_types=["dense"] * 3), "mlp_layer_types has 3 layers, num_hidden_layers is 45"),
+        (text_config(mlp_layer_types="dense"), "mlp_layer_types 'dense' is not a list"),
         (text_config(rope_scaling={"mrope_section": [1, 2, 3]}), "rope_scaling.mrope_section [1, 2, 3] is not None"),
         (text_config(num_experts_per_tok=300), "num_experts_per_tok 300 is more than n_routed_experts 288"),
         (text_config(routed_scaling_factor=0.0), "routed_scaling_factor 0.0 is not a positive number"),
@@ -197,6 +207,11 @@ def test_other_numbers_of_ranks_are_refused(tp_size: int) -> None:
 )
 def test_what_does_not_hang_together_is_refused(text: Any, expected: str) -> None:
     assert any(expected in reason for reason in refusal(text))
+
+
+@pytest.mark.parametrize("kinds", [None, ["dense"] * 3 + ["sparse"] * 43])
+def test_ffn_kinds_may_be_missing_or_go_on_to_the_mtp_layer(kinds: list[str] | None) -> None:
+    assert Geometry.from_config(text_config(mlp_layer_types=kinds), 1) == Geometry.from_config(text_config(), 1)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**9), ("num_hidden_layers", None)])

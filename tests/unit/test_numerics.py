@@ -9,11 +9,9 @@ import torch
 
 from glm53_mono.numerics import BOUNDS, ONE_ROUNDING, Distance, distance, named_bounds
 
-SEED = 1001
 
-
-def sample(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED))
+def sample(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_bounds_are_named_by_launch_output_and_metric() -> None:
@@ -29,8 +27,8 @@ def test_the_bounds_cannot_be_changed() -> None:
         BOUNDS["kda", "state"] = Distance(1.0, 1.0)
 
 
-def test_equal_tensors_are_no_distance_apart() -> None:
-    assert distance(sample(8, 64), sample(8, 64)) == Distance(0.0, 0.0)
+def test_equal_tensors_are_no_distance_apart(seed: int) -> None:
+    assert distance(sample(seed, 8, 64), sample(seed, 8, 64)) == Distance(0.0, 0.0)
 
 
 def test_both_metrics_are_in_units_of_the_root_mean_square() -> None:
@@ -41,14 +39,14 @@ def test_both_metrics_are_in_units_of_the_root_mean_square() -> None:
     assert distance(1000 * actual, 1000 * expected).rel == pytest.approx(0.1)
 
 
-def test_a_rounding_to_bf16_is_within_its_bound_and_to_fp8_is_not() -> None:
-    expected = sample(64, 1024)
+def test_a_rounding_to_bf16_is_within_its_bound_and_to_fp8_is_not(seed: int) -> None:
+    expected = sample(seed, 64, 1024)
     assert distance(expected.bfloat16(), expected).within(ONE_ROUNDING)
     assert not distance(expected.to(torch.float8_e4m3fn).float(), expected).within(ONE_ROUNDING)
 
 
-def test_one_wrong_value_is_seen_by_max_abs_alone() -> None:
-    expected = sample(64, 1024)
+def test_one_wrong_value_is_seen_by_max_abs_alone(seed: int) -> None:
+    expected = sample(seed, 64, 1024)
     actual = expected.clone()
     actual[3, 5] += 0.5
     found = distance(actual, expected)
@@ -56,8 +54,8 @@ def test_one_wrong_value_is_seen_by_max_abs_alone() -> None:
     assert not found.within(ONE_ROUNDING)
 
 
-def test_a_small_error_everywhere_is_seen_by_rel_alone() -> None:
-    expected = sample(64, 1024)
+def test_a_small_error_everywhere_is_seen_by_rel_alone(seed: int) -> None:
+    expected = sample(seed, 64, 1024)
     found = distance(expected * 1.005, expected)
     assert found.max_abs < ONE_ROUNDING.max_abs
     assert not found.within(ONE_ROUNDING)
@@ -65,15 +63,15 @@ def test_a_small_error_everywhere_is_seen_by_rel_alone() -> None:
 
 @pytest.mark.parametrize("side", ["actual", "expected"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nan_and_infinity_are_beyond_any_bound(side: str, value: float) -> None:
-    spoilt = sample(4, 4)
+def test_nan_and_infinity_are_beyond_any_bound(seed: int, side: str, value: float) -> None:
+    spoilt = sample(seed, 4, 4)
     spoilt[0, 0] = value
-    pair = (spoilt, sample(4, 4)) if side == "actual" else (sample(4, 4), spoilt)
+    pair = (spoilt, sample(seed, 4, 4)) if side == "actual" else (sample(seed, 4, 4), spoilt)
     assert not distance(*pair).within(Distance(1e30, 1e30))
 
 
-def test_the_same_infinity_on_both_sides_is_equal() -> None:
-    masked = sample(4, 4)
+def test_the_same_infinity_on_both_sides_is_equal(seed: int) -> None:
+    masked = sample(seed, 4, 4)
     masked[0, 0] = -math.inf
     assert distance(masked, masked.clone()) == Distance(0.0, 0.0)
     assert not distance(masked, -masked).within(Distance(1e30, 1e30))

@@ -15,18 +15,17 @@ from glm53_mono.reference.step import LayerTrace, commit, step
 from glm53_mono.weights.model import ModelWeights
 from tests.unit.reference_serving import Server, tiny_model
 
-SEED = 21
 FULL = checkpoint_geometry(model_config())
 
 
 @pytest.fixture(scope="module")
-def model() -> tuple[ModelWeights, Geometry]:
+def model(pytestconfig: pytest.Config) -> tuple[ModelWeights, Geometry]:
     torch.set_num_threads(1)
-    return tiny_model(SEED)
+    return tiny_model(pytestconfig.option.seed)
 
 
-def random_bf16(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED)).bfloat16()
+def random_bf16(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def test_ties_of_the_router_go_to_the_lower_expert() -> None:
@@ -69,15 +68,15 @@ def test_selection_begins_at_2052_tokens() -> None:
     assert chosen.tolist() == list(range(2048)), "the worst pool is left out, be it the newest one"
 
 
-def test_rows_on_both_sides_of_the_selection_in_one_step() -> None:
+def test_rows_on_both_sides_of_the_selection_in_one_step(seed: int) -> None:
     """A verify step whose drafts stand at 2,050 to 2,053 tokens, at the published selection width."""
-    weights, geometry = tiny_model(SEED, layers=1, kda_layers=())
+    weights, geometry = tiny_model(seed, layers=1, kda_layers=())
     geometry = replace(geometry, index_topk=2048)
     committed, drafts = 2049, 4
-    server = Server.open(geometry, requests=1, pages_each=9, draft_tokens=drafts, seed=SEED)
+    server = Server.open(geometry, requests=1, pages_each=9, draft_tokens=drafts, seed=seed)
     request = server.requests[0]
     request.committed = committed
-    _fill(server.caches)
+    _fill(server.caches, seed)
     inputs = server.inputs("target_verify", [(request, [1, 2, 3, 4])])
     trace: list[LayerTrace] = []
     step(inputs, weights, server.caches, geometry, trace)
@@ -89,8 +88,8 @@ def test_rows_on_both_sides_of_the_selection_in_one_step() -> None:
     assert attention.selection[3, 2048] == 2052, "the tail of the longest row is its own token"
 
 
-def _fill(caches: Caches) -> None:
-    generator = torch.Generator().manual_seed(SEED)
+def _fill(caches: Caches, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for name, tensor in caches.tensors():
         if tensor.dtype == torch.uint8:
             tensor.copy_(torch.randint(0, 0x70, tensor.shape, generator=generator))
@@ -98,11 +97,11 @@ def _fill(caches: Caches) -> None:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
 
 
-def test_padding_writes_no_cache_and_reads_none(model: tuple[ModelWeights, Geometry]) -> None:
+def test_padding_writes_no_cache_and_reads_none(model: tuple[ModelWeights, Geometry], seed: int) -> None:
     """Beside padded requests, and on caches of NaN but for its own state, a request computes what it does alone."""
     weights, geometry = model
     for mode, tokens in (("decode", [7]), ("target_verify", [7, 8, 9])):
-        servers = [Server.open(geometry, requests=2, pages_each=1, draft_tokens=3, seed=SEED) for _ in range(2)]
+        servers = [Server.open(geometry, requests=2, pages_each=1, draft_tokens=3, seed=seed) for _ in range(2)]
         for server in servers:
             server.caches.poison()
             server.caches.conv[:, server.requests[0].slot] = 0
@@ -123,10 +122,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def test_verify_changes_no_committed_state(model: tuple[ModelWeights, Geometry]) -> None:
+def test_verify_changes_no_committed_state(model: tuple[ModelWeights, Geometry], seed: int) -> None:
     weights, geometry = model
-    server = Server.open(geometry, requests=1, pages_each=1, draft_tokens=3, seed=SEED)
-    _fill(server.caches)
+    server = Server.open(geometry, requests=1, pages_each=1, draft_tokens=3, seed=seed)
+    _fill(server.caches, seed)
     before = server.caches.clone()
     inputs = server.inputs("target_verify", [(server.requests[0], [1, 2, 3])])
     step(inputs, weights, server.caches, geometry)
@@ -135,9 +134,9 @@ def test_verify_changes_no_committed_state(model: tuple[ModelWeights, Geometry])
     assert not torch.equal(server.caches.intermediate_ssm, before.intermediate_ssm)
 
 
-def test_a_batch_of_eight_equals_eight_rows_alone(model: tuple[ModelWeights, Geometry]) -> None:
+def test_a_batch_of_eight_equals_eight_rows_alone(model: tuple[ModelWeights, Geometry], seed: int) -> None:
     weights, geometry = model
-    batched, single = (Server.open(geometry, requests=8, pages_each=1, draft_tokens=0, seed=SEED) for _ in range(2))
+    batched, single = (Server.open(geometry, requests=8, pages_each=1, draft_tokens=0, seed=seed) for _ in range(2))
     for round_ in range(3):
         tokens = [(17 * round_ + 5 * i) % geometry.vocab for i in range(8)]
         pairs = list(zip(batched.requests, tokens, strict=True))
@@ -149,16 +148,16 @@ def test_a_batch_of_eight_equals_eight_rows_alone(model: tuple[ModelWeights, Geo
             batched.requests[i].committed += 1
 
 
-def test_more_drafts_than_the_caches_hold_are_refused(model: tuple[ModelWeights, Geometry]) -> None:
+def test_more_drafts_than_the_caches_hold_are_refused(model: tuple[ModelWeights, Geometry], seed: int) -> None:
     weights, geometry = model
-    server = Server.open(geometry, requests=1, pages_each=1, draft_tokens=2, seed=SEED)
+    server = Server.open(geometry, requests=1, pages_each=1, draft_tokens=2, seed=seed)
     with pytest.raises(ValueError, match="a verify step of 3 tokens a request, on caches for 2"):
         step(server.inputs("target_verify", [(server.requests[0], [1, 2, 3])]), weights, server.caches, geometry)
 
 
-def test_a_decode_step_has_nothing_to_commit(model: tuple[ModelWeights, Geometry]) -> None:
+def test_a_decode_step_has_nothing_to_commit(model: tuple[ModelWeights, Geometry], seed: int) -> None:
     _, geometry = model
-    server = Server.open(geometry, requests=1, pages_each=1, draft_tokens=2, seed=SEED)
+    server = Server.open(geometry, requests=1, pages_each=1, draft_tokens=2, seed=seed)
     with pytest.raises(ValueError, match="a decode step has nothing to commit"):
         commit(server.caches, server.inputs("decode", [(server.requests[0], [1])]), torch.tensor([0]))
 
@@ -175,9 +174,9 @@ def test_zeros_stay_finite() -> None:
     assert not keys.float().any()
 
 
-def test_a_row_without_tokens_attends_to_nothing() -> None:
+def test_a_row_without_tokens_attends_to_nothing(seed: int) -> None:
     cache = torch.full((4, 1, 512), float("nan")).bfloat16()
-    out = mla.sparse_attention(random_bf16(1, 2, 512), cache, torch.full((1, 3), -1), 0.0625)
+    out = mla.sparse_attention(random_bf16(seed, 1, 2, 512), cache, torch.full((1, 3), -1), 0.0625)
     assert torch.equal(out, torch.zeros(1, 2, 512).bfloat16())
 
 
@@ -198,17 +197,17 @@ def test_fp8_scales_at_powers_of_two() -> None:
     assert scales.tolist() == [1.0, 2.0, 0.5, 2.0**-7]
 
 
-def test_hadamard_is_orthonormal() -> None:
+def test_hadamard_is_orthonormal(seed: int) -> None:
     """It is its own inverse up to two bf16 roundings, and turns a unit vector into equal entries."""
-    x = random_bf16(3, 128)
+    x = random_bf16(seed, 3, 128)
     assert (numerics.hadamard(numerics.hadamard(x)).float() - x.float()).abs().max() < 0.05
     unit = torch.zeros(128).bfloat16()
     unit[0] = 1
     assert torch.equal(numerics.hadamard(unit), torch.full((128,), 128**-0.5).bfloat16())
 
 
-def test_matmul_does_not_depend_on_the_rows_beside() -> None:
-    generator = torch.Generator().manual_seed(SEED)
+def test_matmul_does_not_depend_on_the_rows_beside(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(shape, generator=generator) for shape in ((8, 1000), (1000, 64)))
     whole = numerics.matmul(a, b)
     assert all(torch.equal(numerics.matmul(a[i : i + 1], b), whole[i : i + 1]) for i in range(8))
@@ -221,10 +220,10 @@ def test_gates_are_doubly_stochastic(seed: int) -> None:
     torch.testing.assert_close(comb.sum(-1), torch.ones(5, 4), rtol=0, atol=1e-2)
 
 
-def test_a_million_tokens_are_scored() -> None:
+def test_a_million_tokens_are_scored(seed: int) -> None:
     """262,144 pools, the model's longest context: the planted ones are found, at both ends too."""
     pools = 2**20 // FULL.pool
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     keys = torch.randint(0, 0x30, (pools, 128), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
     query = torch.ones(1, 2, 128).to(torch.float8_e4m3fn)
     planted = torch.tensor([0, 65_535, 65_536, pools - 1])

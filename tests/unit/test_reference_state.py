@@ -16,23 +16,23 @@ from tests.unit.reference_serving import Server, tiny_model
 _, GEOMETRY = tiny_model(1)
 
 
-def verify_inputs() -> StepInputs:
+def verify_inputs(seed: int) -> StepInputs:
     """Two requests of three drafts, the second one padding."""
-    server = Server.open(GEOMETRY, requests=1, pages_each=1, draft_tokens=3, seed=1)
+    server = Server.open(GEOMETRY, requests=1, pages_each=1, draft_tokens=3, seed=seed)
     server.requests[0].committed = 5
     return server.inputs("target_verify", [(server.requests[0], [1, 2, 3]), (None, [4, 5, 6])])
 
 
-def test_rows_of_a_verify_step() -> None:
-    inputs = verify_inputs()
+def test_rows_of_a_verify_step(seed: int) -> None:
+    inputs = verify_inputs(seed)
     assert (inputs.requests, inputs.rows) == (2, 6)
     assert inputs.row_requests.tolist() == [0, 0, 0, 1, 1, 1]
     assert inputs.row_lengths.tolist() == [6, 7, 8, 1, 2, 3]
     assert inputs.linear_active.tolist() == inputs.sparse_active.tolist() == [True, False]
 
 
-def test_rows_of_a_decode_step() -> None:
-    server = Server.open(GEOMETRY, requests=2, pages_each=1, draft_tokens=3, seed=1)
+def test_rows_of_a_decode_step(seed: int) -> None:
+    server = Server.open(GEOMETRY, requests=2, pages_each=1, draft_tokens=3, seed=seed)
     server.requests[1].committed = 7
     inputs = server.inputs("decode", [(server.requests[1], [9]), (None, [0]), (server.requests[0], [8])])
     assert inputs.row_lengths.tolist() == [8, 1, 1]
@@ -50,9 +50,9 @@ def test_rows_of_a_decode_step() -> None:
         ({"mamba_slots": torch.zeros(3)}, r"mamba_slots has shape \(3,\), this step wants \(2,\)"),
     ],
 )
-def test_inconsistent_inputs_are_refused(change: dict[str, Any], message: str) -> None:
+def test_inconsistent_inputs_are_refused(seed: int, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(verify_inputs(), **change)
+        replace(verify_inputs(seed), **change)
 
 
 def caches() -> Caches:
@@ -95,8 +95,8 @@ def test_keys_and_scales_of_a_page_use_each_byte_once(layout: KeyLayout) -> None
 
 
 @pytest.mark.parametrize("layout", ["linear", "tiled"])
-def test_what_is_written_is_read(layout: KeyLayout) -> None:
-    generator = torch.Generator().manual_seed(2)
+def test_what_is_written_is_read(seed: int, layout: KeyLayout) -> None:
+    generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(5, GEOMETRY.index_head_dim, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(5, generator=generator)
     pages, entries = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([63, 0, 17, 5, 63])

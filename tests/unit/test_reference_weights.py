@@ -26,8 +26,8 @@ GEOMETRY = checkpoint_geometry(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def tensors() -> dict[str, Tensor]:
-    return dict(checkpoint_tensors(CONFIG, seed=3))
+def tensors(pytestconfig: pytest.Config) -> dict[str, Tensor]:
+    return dict(checkpoint_tensors(CONFIG, pytestconfig.option.seed))
 
 
 class Recorder(Mapping[str, Tensor]):

@@ -20,8 +20,8 @@ GEOMETRY = checkpoint_geometry(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def weights() -> ModelWeights[torch.Tensor]:
-    return from_checkpoint(dict(checkpoint_tensors(CONFIG, seed=3)), GEOMETRY)
+def weights(pytestconfig: pytest.Config) -> ModelWeights[torch.Tensor]:
+    return from_checkpoint(dict(checkpoint_tensors(CONFIG, pytestconfig.option.seed)), GEOMETRY)
 
 
 def test_matrices_are_described_where_they_lie(weights: ModelWeights[torch.Tensor]) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from glm53_mono.cli.parts import LayerTrace, StepTrace
 from glm53_mono.kernels import interpreter
+from glm53_mono.kernels.faster_interpreter import with_room_for_frames
 from glm53_mono.reference.state import Caches
 
 from . import batches, context, patches, pools
 from .batches import Batch
-from .faster_interpreter import with_room_for_frames
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from glm53_mono.cli.checkpoint_config import SCALES, model_config
+from glm53_mono.cli.checkpoint_config import SCALES, model_config, order_layers
 
 KDA, DSA = "kda", "dsa"
 
@@ -28,11 +28,6 @@ def small_config(
         experts: routed experts of the other layers.
         index_topk: history tokens a row attends at most; small, so that selection happens in short contexts.
     """
-    layers = len(attention)
-    config = model_config(layers, experts, replace(SCALES["small"], index_topk=index_topk), mtp=False)
-    text = config["text_config"]
-    text["linear_attn_config"]["kda_layers"] = [layer for layer, kind in enumerate(attention) if kind == KDA]
-    text["linear_attn_config"]["full_attn_layers"] = [layer for layer, kind in enumerate(attention) if kind == DSA]
-    text["first_k_dense_replace"] = dense_layers
-    text["mlp_layer_types"] = ["dense" if layer < dense_layers else "sparse" for layer in range(layers)]
+    config = model_config(len(attention), experts, replace(SCALES["small"], index_topk=index_topk), mtp=False)
+    order_layers(config, [layer for layer, kind in enumerate(attention) if kind == KDA], dense_layers)
     return config

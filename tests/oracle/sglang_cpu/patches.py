@@ -6,12 +6,12 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from . import faster_interpreter, substitutes
+from . import substitutes
 
 FLA = "sglang.kernels.ops.attention.fla."
 KPOOL = "sglang.srt.layers.attention.dsa."
@@ -45,13 +45,6 @@ class Original:
     source: str
 
 
-@dataclass(frozen=True)
-class Wrapped:
-    """A replacement made from what it replaces, when the patches are applied."""
-
-    wrap: Callable[[Any], Any]
-
-
 def _fewest_programs(_tuner: Any, *_args: Any, config: Any, **_meta: Any) -> list[float]:
     """A 'time' that makes the autotuner take the configuration with the largest blocks, the fastest to interpret."""
     size = 1
@@ -80,16 +73,6 @@ TABLE: tuple[Patch, ...] = (
         "triton.runtime.autotuner:Autotuner._bench",
         _fewest_programs,
         "the autotuner's clock needs a GPU driver",
-    ),
-    Patch(
-        "triton.runtime.interpreter:_get_np_dtype",
-        Wrapped(faster_interpreter.cached_dtype),
-        "speed: a table of types is built for every value",
-    ),
-    Patch(
-        "triton.runtime.interpreter:InterpretedFunction.__call__",
-        Wrapped(faster_interpreter.device_call),
-        "speed: every call of a device function binds all builtins anew",
     ),
     Patch(
         "sglang.srt.models.deepseek_v2:_is_cuda",
@@ -245,8 +228,6 @@ def applied() -> Iterator[tuple[Patch | StandIn, ...]]:
             if isinstance(replacement, Original):
                 source, attribute = _resolve(replacement.source)
                 replacement = inspect.getattr_static(source, attribute)
-            elif isinstance(replacement, Wrapped):
-                replacement = replacement.wrap(inspect.getattr_static(owner, name))
             _set_attribute(stack, owner, name, replacement)
             done.append(patch)
         yield tuple(done)

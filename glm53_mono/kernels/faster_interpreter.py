@@ -1,4 +1,4 @@
-"""Three slow spots of interpreted kernels; without them SGLang's compute the same in half the time."""
+"""Three slow spots of Triton's interpreter; without them kernels compute the same in half the time."""
 
 from __future__ import annotations
 

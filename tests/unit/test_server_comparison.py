@@ -1,0 +1,194 @@
+"""What the GPU tests make of two servers' answers: rows, growth, near-ties, continuations, and mistakes in each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from test.e2e.compare import FLIP, compare, compare_greedy, compare_rows, decoded
+from test.e2e.server import Answer
+from test.e2e.test_glm53_flash_server import (
+    MOST_FLIPS,
+    NEAR_TIE,
+    OWN_NOISE,
+    assert_close,
+    assert_same_continuations,
+)
+
+STEPS, HIDDEN, VOCAB = 64, 48, 80
+NOISE = 4e-3
+"""Relative distance of rounding differences, well within the bound of a few layers."""
+
+FLIPPED = 3 * FLIP * NOISE
+"""Relative distance of a row that took another expert."""
+
+
+@pytest.fixture
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(draw: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=draw)
+
+
+def near(draw: torch.Generator, expected: torch.Tensor, distance: float | torch.Tensor) -> torch.Tensor:
+    """Rows at that distance from the expected ones, relative to each row's length."""
+    error = normal(draw, *expected.shape)
+    return expected + error / error.norm(dim=1, keepdim=True) * expected.norm(dim=1, keepdim=True) * distance
+
+
+def answer(states: torch.Tensor | None = None, tokens: int = 0, **changes: object) -> Answer:
+    """An answer with hidden states as a server sends them, the prompt's in a list of their own, and `tokens` tokens."""
+    hidden = [] if states is None else [[[9.0] * HIDDEN] * 3, *states.tolist()]
+    likely = [-0.1 * (1 + place % 5) for place in range(tokens)]
+    plain = Answer(list(range(tokens)), 0, hidden, likely, [1.0 + place for place in range(tokens)])
+    return replace(plain, **changes)
+
+
+def test_rounding_differences_are_close_and_do_not_grow(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB)
+    rows, own = (compare_rows(near(draw, expected, NOISE), expected) for _ in range(2))
+    assert rows.overall == pytest.approx(NOISE, rel=1e-2)
+    assert rows.median == pytest.approx(NOISE, rel=1e-2)
+    assert (rows.flips, len(rows.distances)) == (0, STEPS)
+    assert rows.growth == pytest.approx(1.0, abs=1e-2)
+    assert_close(rows, own, "noise")
+
+
+def test_the_same_rows_are_no_distance_apart(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB)
+    rows = compare_rows(expected.clone(), expected)
+    assert (rows.overall, rows.median, rows.flips) == (0.0, 0.0, 0)
+
+
+def test_distances_are_relative_to_each_row(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB) * torch.logspace(-2, 2, STEPS)[:, None]
+    rows = compare_rows(near(draw, expected, NOISE), expected)
+    torch.testing.assert_close(rows.distances, torch.full((STEPS,), NOISE), rtol=1e-2, atol=0)
+
+
+def test_a_drift_grows(draw: torch.Generator) -> None:
+    """Four times as far at the end as in the beginning: each row by itself would still do."""
+    expected = normal(draw, STEPS, VOCAB)
+    rows = compare_rows(near(draw, expected, torch.linspace(1, 4, STEPS)[:, None] * NOISE), expected)
+    assert rows.flips == 0
+    assert rows.growth == pytest.approx((4 - 3 / 8) / (1 + 3 / 8), rel=5e-2)
+    assert rows.growth > max(2.0, OWN_NOISE)
+
+
+def test_a_few_near_ties_are_counted_apart(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB)
+    distances = torch.full((STEPS, 1), NOISE)
+    distances[[5, 40]] = FLIPPED
+    rows = compare_rows(near(draw, expected, distances), expected)
+    assert rows.flips == 2
+    assert rows.overall == pytest.approx(NOISE, rel=1e-2)
+    assert MOST_FLIPS * STEPS >= 2
+    assert_close(rows, compare_rows(expected, expected), "two near-ties")
+
+
+def test_many_near_ties_are_too_many(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB)
+    distances = torch.full((STEPS, 1), NOISE)
+    distances[: STEPS // 8] = FLIPPED
+    rows = compare_rows(near(draw, expected, distances), expected)
+    assert rows.flips == STEPS // 8
+    with pytest.raises(AssertionError, match="8 near-ties in 64 rows"):
+        assert_close(rows, compare_rows(expected, expected), "eight near-ties")
+
+
+def test_a_mistake_in_every_row_is_no_near_tie(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB)
+    rows = compare_rows(near(draw, expected, FLIPPED), expected)
+    assert rows.flips == 0
+    with pytest.raises(AssertionError, match="relative RMSE"):
+        assert_close(rows, compare_rows(expected, expected), "a mistake")
+
+
+def test_more_noise_is_allowed_where_sglang_has_as_much(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB)
+    rows, own = (compare_rows(near(draw, expected, 20 * NOISE * share), expected) for share in (1.0, 0.9))
+    assert_close(rows, own, "many layers")
+    with pytest.raises(AssertionError, match="many layers"):
+        assert_close(rows, compare_rows(near(draw, expected, 10 * NOISE), expected), "many layers")
+
+
+def test_nan_is_not_close(draw: torch.Generator) -> None:
+    expected = normal(draw, STEPS, VOCAB)
+    spoilt = near(draw, expected, NOISE)
+    spoilt[7, 7] = float("nan")
+    with pytest.raises(AssertionError):
+        assert_close(compare_rows(spoilt, expected), compare_rows(expected, expected), "NaN")
+
+
+def test_logits_come_from_the_decode_steps_hidden_states(draw: torch.Generator) -> None:
+    states, head = normal(draw, STEPS, HIDDEN), normal(draw, VOCAB, HIDDEN)
+    found = answer(near(draw, states, NOISE))
+    assert torch.equal(decoded(answer(states)), states)
+    rows = compare(found, answer(states), head)
+    assert len(rows.distances) == STEPS
+    assert 0.3 * NOISE < rows.overall < 3 * NOISE
+
+
+def test_rows_that_are_one_off_are_far_away(draw: torch.Generator) -> None:
+    states, head = normal(draw, STEPS, HIDDEN), normal(draw, VOCAB, HIDDEN)
+    assert compare(answer(states[1:]), answer(states[:-1]), head).overall > 1.0
+
+
+@pytest.mark.parametrize("rows", [STEPS - 1, 0])
+def test_another_number_of_rows_is_refused(draw: torch.Generator, rows: int) -> None:
+    states, head = normal(draw, STEPS, HIDDEN), normal(draw, VOCAB, HIDDEN)
+    with pytest.raises(ValueError, match=r"are compared with \(64, 48\)"):
+        compare(answer(states[:rows]), answer(states), head)
+
+
+def test_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="hidden states"):
+        compare(answer(), answer(), torch.ones(VOCAB, HIDDEN))
+
+
+def test_equal_continuations() -> None:
+    found = compare_greedy(answer(tokens=12), answer(tokens=12))
+    assert (found.same, found.gap, found.logprob_error) == (12, None, 0.0)
+    assert_same_continuations([answer(tokens=12)], [answer(tokens=12)])
+
+
+def other_at(place: int, expected: Answer) -> Answer:
+    """Another token at one place; what follows it is of no account."""
+    changed = [*expected.tokens[:place], *(token + 100 for token in expected.tokens[place:])]
+    return replace(expected, tokens=changed, logprobs=[*expected.logprobs[:place], *[-9.0] * (12 - place)])
+
+
+def test_a_near_tie_may_go_the_other_way() -> None:
+    expected = answer(tokens=12)
+    gaps = [*expected.top_gaps[:5], NEAR_TIE / 2, *expected.top_gaps[6:]]
+    expected = replace(expected, top_gaps=gaps)
+    found = compare_greedy(other_at(5, expected), expected)
+    assert (found.same, found.gap, found.logprob_error) == (5, NEAR_TIE / 2, 0.0)
+    assert_same_continuations([other_at(5, expected)], [expected])
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_another_token_that_was_no_near_tie_is_found(place: int) -> None:
+    expected = answer(tokens=12)
+    assert compare_greedy(other_at(place, expected), expected).gap == 1.0 + place
+    with pytest.raises(AssertionError):
+        assert_same_continuations([other_at(place, expected)], [expected])
+
+
+def test_shifted_log_probabilities_are_found() -> None:
+    expected = answer(tokens=12)
+    shifted = replace(expected, logprobs=[logprob - 0.3 for logprob in expected.logprobs])
+    moved = replace(expected, logprobs=[*expected.logprobs[1:], expected.logprobs[0]])
+    assert compare_greedy(shifted, expected).logprob_error == pytest.approx(0.3)
+    for wrong in (shifted, moved):
+        with pytest.raises(AssertionError):
+            assert_same_continuations([wrong], [expected])
+
+
+def test_a_continuation_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        compare_greedy(answer(tokens=11), answer(tokens=12))
