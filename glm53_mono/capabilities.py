@@ -7,11 +7,6 @@ from glm53_mono.refusals import Refusal
 
 NOT_YET_BUILT: tuple[Refusal, ...] = (
     Refusal(
-        "verify steps",
-        lambda s: s.arguments.speculative_algorithm is not None,
-        f"glm53_mono {__version__} has no kernel for verify steps: serve without --speculative-algorithm",
-    ),
-    Refusal(
         "tensor parallelism",
         lambda s: s.arguments.tp_size > 1 and s.arguments.tp_size,
         f"glm53_mono {__version__} has no reduction between ranks: serve with --tp-size 1 instead of {{found}}",

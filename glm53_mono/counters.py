@@ -11,6 +11,11 @@ from glm53_mono.upstream.running import ServedStep
 MODES = {"decode": "DECODE", "target_verify": "TARGET_VERIFY"}
 """SGLang's name of the forward mode of each kind of served step."""
 
+DRAFT_REASONS = {"EXTEND": "draft prefill", "DRAFT_EXTEND_V2": "draft extend"}
+"""Reason of a draft model's step by its forward mode; the others make the draft tokens."""
+
+DRAFT = "draft"
+
 
 class Fallbacks:
     """Counts the steps that SGLang's forward ran, by reason.
@@ -41,7 +46,7 @@ class Fallbacks:
 
     def _reason(self, step: SeenStep) -> str | None:
         if step.is_draft:
-            return "draft model"
+            return DRAFT_REASONS.get(step.mode, DRAFT)
         if step.mode != MODES[self._step.mode]:
             return step.mode.lower().replace("_", " ")
         if step.tokens_per_request != self._step.tokens_per_request:

@@ -1,4 +1,4 @@
-"""The host's side of a launch's record: a thread that prints a fault as it happens, and the counts at intervals.
+"""The host's side of a launch's record: a thread that prints a fault as it happens, and reports the counts.
 
 It reads mapped host memory alone. After a fault no call to the device returns, so this thread must make none.
 """
@@ -24,6 +24,9 @@ POLL_S = 0.02
 
 REPORT_S = 60.0
 """Seconds between two lines of counts, as long as they change."""
+
+METRICS_S = 1.0
+"""Seconds between two updates of the server's metrics."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +88,24 @@ class Watch:
         rank: of this process among those that share the model.
         deadline_s: seconds that a wait may last.
         counts: the line of counts.
+        update_metrics: brings the server's metrics up to date.
     """
 
     def __init__(
-        self, record: HostRecord, phases: Sequence[Phase], rank: int, deadline_s: float, counts: Callable[[], str]
+        self,
+        record: HostRecord,
+        phases: Sequence[Phase],
+        rank: int,
+        deadline_s: float,
+        counts: Callable[[], str],
+        update_metrics: Callable[[], None],
     ) -> None:
         self._record = record
         self._names = [(phase.kind.name, phase.layer) for phase in phases]
         self._rank = rank
         self._deadline_s = deadline_s
         self._counts = counts
+        self._update_metrics = update_metrics
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="glm53_mono watch", daemon=True)
 
@@ -118,12 +129,20 @@ class Watch:
         )
 
     def _run(self) -> None:
-        reported, due = self._counts(), time.monotonic() + REPORT_S
+        reported, due, update = self._counts(), time.monotonic() + REPORT_S, time.monotonic()
+        metrics = True
         while not self._stopped.wait(POLL_S):
             fault = self._record.fault()
             if fault is not None:
                 logger.critical("%s", self.sentence(fault))
                 return
+            if metrics and time.monotonic() >= update:
+                update += METRICS_S
+                try:
+                    self._update_metrics()
+                except Exception:  # a full disk, say: faults must be printed all the same
+                    metrics = False
+                    logger.exception("glm53_mono: rank %d: its steps are counted in the metrics no more", self._rank)
             if time.monotonic() >= due:
                 due += REPORT_S
                 counts = self._counts()

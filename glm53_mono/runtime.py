@@ -18,6 +18,7 @@ from glm53_mono.counters import Fallbacks, shown
 from glm53_mono.fault_watch import HostRecord, Watch
 from glm53_mono.geometry import Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
+from glm53_mono.metrics import StepCounter
 from glm53_mono.program.launch import Launch, Variant
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
@@ -25,7 +26,7 @@ from glm53_mono.program.tiling import TILINGS
 from glm53_mono.upstream import model as upstream
 from glm53_mono.upstream.hooks import watch_steps
 from glm53_mono.upstream.monokernel import BuildContext, Plan
-from glm53_mono.upstream.running import ServedStep, index_keys_are_tiled, longest_context, served_step
+from glm53_mono.upstream.running import ServedStep, index_keys_are_tiled, longest_context, metrics_are_on, served_step
 from glm53_mono.upstream.step import Backends, attention_backends, has_embeds, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
 from glm53_mono.weights.descriptor import Matrix
@@ -98,16 +99,15 @@ class Runtime:
         self._rank = rank
         self._unused = Unused.on(launch.buffer.device)
         self._record = HostRecord(launch.host_record)
-        self._watch = Watch(self._record, launch.phases, rank, launch.deadline_s, self._counts)
+        self._counter = StepCounter(rank) if metrics_are_on(rank) else None
+        self._watch = Watch(self._record, launch.phases, rank, launch.deadline_s, self._counts, self._update_metrics)
         self._bound: tuple[Backends, Pools] | None = None
 
     def start(self) -> None:
         """Compiles and loads the kernel, then starts to watch and to count."""
         self._warm_up()
-        if not watch_steps(self._fallbacks.see):
-            logger.warning(
-                "glm53_mono: another plugin hooks the runners' forward, so steps that fall back go uncounted"
-            )
+        for target in watch_steps(self._fallbacks.see, drafts=self._step.mode == "target_verify"):
+            logger.warning("glm53_mono: another plugin hooks %s, so steps that fall back there go uncounted", target)
         self._watch.start()
         launch = self._launch
         logger.info(
@@ -193,6 +193,10 @@ class Runtime:
 
     def _counts(self) -> str:
         return shown(self.served(), self.fallbacks())
+
+    def _update_metrics(self) -> None:
+        if self._counter is not None:
+            self._counter.update(self.served(), self.fallbacks())
 
     def _warm_up(self) -> None:
         """Runs no phase once, so that the kernel is compiled, loaded and known to fit before SGLang captures graphs."""

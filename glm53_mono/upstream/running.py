@@ -1,4 +1,4 @@
-"""The server of this process, as it runs: what its steps look like, its longest context, and the layout of its keys."""
+"""The server of this process, as it runs: its steps, its longest context, the layout of its keys, its metrics."""
 
 from __future__ import annotations
 
@@ -46,3 +46,15 @@ def index_keys_are_tiled() -> bool:
     from sglang.srt.layers.attention.dsa.utils import aiter_can_use_preshuffle_paged_mqa
 
     return bool(aiter_can_use_preshuffle_paged_mqa())
+
+
+def metrics_are_on(rank: int) -> bool:
+    """Whether this process writes metrics, as SGLang's own schedulers do (metrics_collector.py: init_new).
+
+    Args:
+        rank: of this process among those that share the model.
+    """
+    from sglang.srt.runtime_context import get_observability
+
+    observability = get_observability()
+    return bool(observability.enable_metrics and (rank == 0 or observability.enable_metrics_for_all_schedulers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,11 +79,13 @@ class Continuation:
         same: tokens until they differ, or all.
         gap: log-probability by which the expected arm preferred its token where they differ; None if they do not.
         logprob_error: largest difference of the common tokens' log-probabilities.
+        logprob_median: median of them.
     """
 
     same: int
     gap: float | None
     logprob_error: float
+    logprob_median: float
 
 
 def compare_greedy(found: Answer, expected: Answer) -> Continuation:
@@ -90,7 +93,8 @@ def compare_greedy(found: Answer, expected: Answer) -> Continuation:
     same = _common(found.tokens, expected.tokens)
     gap = expected.top_gaps[same] if same < len(expected.tokens) else None
     pairs = zip(found.logprobs[:same], expected.logprobs[:same], strict=True)
-    return Continuation(same, gap, max((abs(a - b) for a, b in pairs), default=0.0))
+    apart = [abs(a - b) for a, b in pairs] or [0.0]
+    return Continuation(same, gap, max(apart), statistics.median(apart))
 
 
 def _common(found: Sequence[int], expected: Sequence[int]) -> int:

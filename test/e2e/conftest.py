@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         command = [sys.executable, "-c", "from glm53_mono.cli.main import app; app()", "checkpoint", str(folder)]
         sizes = ["--layers", str(LAYERS), "--experts", str(EXPERTS), "--device", "cuda"]
         subprocess.run([*command, *sizes, "--seed", str(pytestconfig.option.seed)], check=True)
-    return Model(folder, named is not None, _head(folder))
+    return Model(folder, named is not None, head_of(folder))
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +115,8 @@ def unusual(model: Model, plan: Plan, logs: Path) -> Unusual:
         return Unusual(passing, last, server.log)
 
 
-def _head(folder: Path) -> torch.Tensor:
+def head_of(folder: Path) -> torch.Tensor:
+    """The head of a checkpoint, [vocab, hidden] fp32 on the GPU."""
     from safetensors import safe_open
 
     weights = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ START_S = 900.0
 """Seconds until a server must answer; the first start on a machine compiles SGLang's kernels for minutes."""
 
 REQUEST_S = 600.0
+
+METRICS_LAG_S = 2.5
+"""Seconds after which the metrics hold every step that has run."""
 
 SHORTLY_S = 0.1
 """Seconds between requests that follow one another: some tens of steps."""
@@ -78,6 +82,7 @@ class Answer:
         hidden: hidden states as the server sent them.
         logprobs: of each generated token, as chosen; empty if not asked for.
         top_gaps: how far apart the two likeliest were at each token, in log-probability; empty likewise.
+        verify_steps: steps that checked drafts for this answer; 0 where the server does not draft.
     """
 
     tokens: list[int]
@@ -85,6 +90,7 @@ class Answer:
     hidden: list[Any]
     logprobs: list[float]
     top_gaps: list[float]
+    verify_steps: int
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,31 @@ class Server:
             if len(list(pieces)) > generation.tokens:
                 raise ServerError(f"{request_id} went on to its end")
 
+    def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """Log-probabilities of an answer's tokens, computed by prefill, which is SGLang's own forward in every arm."""
+        body = {
+            "input_ids": [*prompt, *answer],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": len(prompt) - 1,
+        }
+        response = requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
+        if not response.ok:
+            raise ServerError(f"{response.status_code}: {response.text[:500]}")
+        entries = response.json()["meta_info"]["input_token_logprobs"]
+        return [entry[0] for entry in entries[-len(answer) :]]
+
+    def steps(self) -> dict[tuple[str, str], int]:
+        """Steps so far by path and reason, from the server's metrics (`--enable-metrics`), which lag by a second."""
+        time.sleep(METRICS_LAG_S)
+        text = requests.get(f"{self.url}/metrics", timeout=REQUEST_S).text
+        found: dict[tuple[str, str], int] = {}
+        for labels, count in re.findall(r"^glm53_mono_steps_total\{(.*)\} (\S+)$", text, re.MULTILINE):
+            label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+            key = label["path"], label["reason"]
+            found[key] = found.get(key, 0) + int(float(count))
+        return found
+
     def generate_together(self, generations: Sequence[Generation]) -> list[Answer]:
         """Send requests at once; SGLang runs them in one batch as they come."""
         with ThreadPoolExecutor(len(generations)) as pool:
@@ -194,6 +225,7 @@ def _answer(reply: dict[str, Any]) -> Answer:
         hidden=meta.get("hidden_states") or [],
         logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or []],
         top_gaps=[first[0] - second[0] for first, second, *_ in tops],
+        verify_steps=meta.get("spec_verify_ct", 0),
     )
 
 

@@ -39,7 +39,7 @@ TENSOR_NAMES |= {"arange", "contiguous", "device", "full", "nbytes", "to", "view
 """What the benchmark's batches use of torch."""
 
 PYTHON_NAMES = {"__name__", "__module__", "__qualname__", "__wrapped__", "contextmanager", "getclosurevars"}
-PYTHON_NAMES |= {"nonlocals", "nullcontext", "start", "stop"}
+PYTHON_NAMES |= {"fromkeys", "items", "nonlocals", "nullcontext", "resolve_name", "start", "stop"}
 
 
 def sglang_imports(source: str) -> set[tuple[str, str]]:

@@ -5,8 +5,7 @@ Each step runs twice from the same caches, by SGLang's own forward and by ours i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,27 +19,21 @@ context.prepare_environment()
 from glm53_mono import bindings, runtime
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.cli.checkpoint_config import checkpoint_geometry
-from glm53_mono.numerics import BOUNDS, Distance, distance
 from glm53_mono.reference.state import Caches
-from glm53_mono.upstream.monokernel import BuildContext, Plan, ShapeKey
 from glm53_mono.upstream.running import ServedStep
 from glm53_mono.upstream.tensors import UpstreamError
-from tests.oracle.sglang_cpu import batches
+from tests.oracle import two_forwards
 from tests.oracle.sglang_cpu.batches import Batch, Request
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
 from tests.oracle.sglang_cpu.recording import grow_synthetic_context
+from tests.oracle.two_forwards import both, built, ours, restore
 
 pytestmark = pytest.mark.slow
 
 DRAFT_TOKENS = 4
 CONFIG = small_config(ONE_OF_EACH)
 GEOMETRY = checkpoint_geometry(CONFIG)
-
-THROUGH_LAYERS = Distance(rel=2e-2, max_abs=1.0)
-"""Caches of a layer take in the rounding differences of the layers before it; single values of a state are far out."""
-
-Spoil = Callable[[Any, Any], None]
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +42,6 @@ def served(request: pytest.FixtureRequest) -> Iterator[SglangModel]:
     tensors = checkpoint_tensors(CONFIG, request.config.option.seed)
     with serving(CONFIG, tensors, requests=6, max_context=1024, pages=14, draft_tokens=DRAFT_TOKENS) as model:
         yield model
-
-
-@contextmanager
-def built(served: SglangModel) -> Iterator[runtime.Runtime]:
-    context = BuildContext(isa="interp", widths=tuple(range(1, 9)), deadline_s=5.0, copies={})
-    made = runtime.build(served.model, served.runner.model_config.hf_config, context)
-    made._launch.poison()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -77,83 +61,11 @@ def requests(served: SglangModel, seed: int) -> list[Request]:
 
 
 def new_tokens(seed: int, requests: Sequence[Request], count: int = 1) -> list[list[int]]:
-    return torch.randint(GEOMETRY.vocab, (len(requests), count), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def restore(served: SglangModel, caches: Caches) -> None:
-    for (_, own), (_, wanted) in zip(served.caches.tensors(), caches.tensors(), strict=True):
-        own.copy_(wanted)
-
-
-def ours(
-    served: SglangModel,
-    made: runtime.Runtime,
-    batch: Batch,
-    change: Spoil | None = None,
-    input_embeds: torch.Tensor | None = None,
-) -> Any:
-    """What our forward returns for a batch, after `change` has altered the ForwardBatch or, later, its metadata."""
-    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-    batches.enter_tables(served.runner, batch)
-    forward = batches.forward_batch(served.runner, batch)
-    forward.capture_hidden_mode = CaptureHiddenMode.FULL
-    with forward_context(ForwardContext(attn_backend=served.backend)):
-        served.backend.init_forward_metadata(forward)
-        if change is not None:
-            change(forward, served.backend.linear_attn_backend.forward_metadata)
-        mode = "target_verify" if batch.mode == "verify" else batch.mode
-        rows = len(forward.input_ids)
-        key = ShapeKey(mode, forward.batch_size, rows // forward.batch_size)
-        return made.forward(Plan(key=key), forward.input_ids, forward.positions, forward, input_embeds=input_embeds)
-
-
-def both(
-    served: SglangModel, made: runtime.Runtime, batch: Batch, change: Spoil | None = None
-) -> tuple[Any, Any, Caches, Caches]:
-    """SGLang's trace and our result of one step, and the caches that each leaves."""
-    before = served.caches.clone()
-    trace = served.forward(batch)
-    after = served.caches.clone()
-    restore(served, before)
-    result = ours(served, made, batch, change)
-    return trace, result, after, served.caches.clone()
+    return two_forwards.new_tokens(GEOMETRY, seed, requests, count)
 
 
 def differences(trace: Any, result: Any, after: Caches, found: Caches) -> list[str]:
-    """Everything that is further apart than it may be."""
-    hidden = near_ties_aside(result.hidden_states, trace.hidden)
-    pairs = [
-        ("hidden", result.hidden_states[hidden], trace.hidden[hidden], BOUNDS["step", "hidden"]),
-        ("logits", result.next_token_logits[hidden], trace.logits[hidden], BOUNDS["step", "logits"]),
-    ]
-    for (name, actual), (_, expected) in zip(found.tensors(), after.tensors(), strict=True):
-        if name in ("conv", "temporal", "intermediate_conv", "intermediate_ssm"):
-            # slot 0 is padding, which either side may write
-            pairs += [(f"{name}[{i}]", actual[i, 1:], expected[i, 1:], THROUGH_LAYERS) for i in range(len(actual))]
-        elif not name.startswith("index"):
-            pairs.append((name, actual, expected, THROUGH_LAYERS))
-        else:
-            pairs.append((name, *(pooled_keys(pages) for pages in (actual, expected)), THROUGH_LAYERS))
-    return [
-        f"{name}: {measured}"
-        for name, actual, expected, bound in pairs
-        if not (measured := distance(actual, expected)).within(bound)
-    ]
-
-
-def near_ties_aside(found: torch.Tensor, expected: torch.Tensor) -> list[int]:
-    """The rows to compare: all but the farthest quarter, which a near-tie of a router may send to another expert."""
-    apart = (found.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
-    return apart.argsort()[: len(apart) - len(apart) // 4].tolist()
-
-
-def pooled_keys(pages: torch.Tensor) -> torch.Tensor:
-    """The keys of index pages times their scales, [pages, pools, 128]."""
-    keys = GEOMETRY.page_pools * GEOMETRY.index_head_dim
-    values = pages[:, :keys].view(torch.float8_e4m3fn).view(len(pages), GEOMETRY.page_pools, -1).float()
-    return values * pages[:, keys:].contiguous().view(torch.float32)[..., None]
+    return two_forwards.differences(GEOMETRY, trace, result, after, found)
 
 
 def test_decode_steps_are_sglangs(
@@ -304,22 +216,18 @@ def test_a_context_longer_than_the_workspace_is_refused(
         ours(served, made, batch)
 
 
-def test_verify_steps_are_sglangs(
-    served: SglangModel, requests: list[Request], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runtime, "served_step", lambda: ServedStep("target_verify", DRAFT_TOKENS))
+def test_verify_steps_are_sglangs(served: SglangModel, requests: list[Request], seed: int) -> None:
     pair = [requests[0], requests[3]]
     batch = Batch.of("verify", pair, new_tokens(seed, pair, DRAFT_TOKENS))
-    with built(served) as made:
+    with built(served, ServedStep("target_verify", DRAFT_TOKENS)) as made:
         before = served.caches.clone()
         trace, result, after, found = both(served, made, batch)
         assert torch.equal(found.temporal, before.temporal) and torch.equal(found.conv, before.conv)
         # SGLang's unfused pair moves the window on before the commit, which then sets it (kda_backend.py:1533-1544)
         after.conv.copy_(before.conv)
         assert differences(trace, result, after, found) == []
-    monkeypatch.setattr(runtime, "served_step", lambda: ServedStep("target_verify", DRAFT_TOKENS - 1))
-    with built(served) as made, pytest.raises(UpstreamError, match="holds 4 draft tokens a request, the steps have 3"):
-        bindings.bind_pools(_backends(served), GEOMETRY, made._step)
+    with pytest.raises(UpstreamError, match="holds 4 draft tokens a request, the steps have 3"):
+        bindings.bind_pools(_backends(served), GEOMETRY, ServedStep("target_verify", DRAFT_TOKENS - 1))
 
 
 def _backends(served: SglangModel) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ context.prepare_environment()
 
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.cli.checkpoint_config import checkpoint_geometry
-from glm53_mono.upstream.hooks import SeenStep, watch_steps
+from glm53_mono.upstream.hooks import DRAFT_REPLAYS, FORWARD, SeenStep, watch_steps
 from glm53_mono.upstream.model import (
     embedding_shard,
     final_norm,
@@ -26,6 +27,7 @@ from glm53_mono.upstream.model import (
     tensor_parallel_rank,
 )
 from glm53_mono.upstream.pools import compress_ring, index_pool, kda_layer_cache, latent_pool
+from glm53_mono.upstream.running import metrics_are_on
 from glm53_mono.upstream.step import Backends, StepBindings, attention_backends, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
 from glm53_mono.weights.model import DenseWeights, KdaWeights, MlaWeights, MoeWeights
@@ -303,22 +305,48 @@ def step_of(mode: str, requests: int, tokens: int) -> Any:
 
 def test_every_step_of_a_runner_is_seen(unhooked_runner: Any) -> None:
     seen: list[SeenStep] = []
-    assert watch_steps(seen.append)
-    graphs = SimpleNamespace(bs=4)
-    target = SimpleNamespace(is_draft_worker=False, decode_cuda_graph_runner=graphs)
-    draft = SimpleNamespace(is_draft_worker=True, decode_cuda_graph_runner=graphs)
+    assert watch_steps(seen.append, drafts=False) == []
+    target = SimpleNamespace(is_draft_worker=False, decode_cuda_graph_runner=SimpleNamespace(bs=4))
+    draft = SimpleNamespace(is_draft_worker=True, decode_cuda_graph_runner=None)
     assert unhooked_runner.forward(target, step_of("TARGET_VERIFY", 2, 8)).can_run_graph
     unhooked_runner.forward(draft, forward_batch=step_of("DECODE", 2, 2))
     unhooked_runner.forward(target, step_of("EXTEND", 2, 301))
-    # A graph pads decode and verify steps, and only those.
+    # A graph pads decode and verify steps of the target, and only those.
     assert seen == [
         SeenStep("TARGET_VERIFY", 4, 4, False),
-        SeenStep("DECODE", 4, 1, True),
+        SeenStep("DECODE", 2, 1, True),
         SeenStep("EXTEND", 2, 151, False),
     ]
     assert seen[0].rows == 16
 
 
+def test_replays_of_the_draft_model_are_seen(unhooked_runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass through no runner's forward."""
+    draft, extend = (pkgutil.resolve_name(target.rpartition(".")[0]) for target in DRAFT_REPLAYS)
+    monkeypatch.setattr(draft, "execute", lambda self, forward_batch: "drafts")
+    monkeypatch.setattr(extend, "execute", lambda self, forward_batch, select_index: "states")
+    seen: list[SeenStep] = []
+    assert watch_steps(seen.append, drafts=True) == []
+    drafts = step_of("DECODE", 2, 2)
+    drafts.input_ids = None
+    assert draft.execute(SimpleNamespace(), drafts) == "drafts"
+    assert extend.execute(SimpleNamespace(), step_of("DRAFT_EXTEND_V2", 2, 8), None) == "states"
+    assert seen == [SeenStep("DECODE", 2, 1, True), SeenStep("DRAFT_EXTEND_V2", 2, 1, True)]
+
+
 def test_a_runner_that_another_plugin_has_hooked_is_not_watched(unhooked_runner: Any) -> None:
-    assert watch_steps(lambda step: None)
-    assert not watch_steps(lambda step: None)
+    assert watch_steps(lambda step: None, drafts=False) == []
+    assert watch_steps(lambda step: None, drafts=False) == [FORWARD]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "everywhere", "writing"), [(False, True, []), (True, False, [0]), (True, True, [0, 1])]
+)
+def test_metrics_are_written_where_sglang_writes_its_own(
+    monkeypatch: pytest.MonkeyPatch, enabled: bool, everywhere: bool, writing: list[int]
+) -> None:
+    from sglang.srt import runtime_context
+
+    observability = SimpleNamespace(enable_metrics=enabled, enable_metrics_for_all_schedulers=everywhere)
+    monkeypatch.setattr(runtime_context, "get_observability", lambda: observability)
+    assert [rank for rank in (0, 1) if metrics_are_on(rank)] == writing

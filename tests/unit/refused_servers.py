@@ -312,7 +312,6 @@ GEOMETRY_ROWS = (
 """Config files that the step cannot represent."""
 
 CAPABILITY_ROWS = (
-    eagle("verify steps", "--tp 1", "no kernel for verify steps"),
     plain("tensor parallelism", "", "serve with --tp-size 1 instead of 4"),
     plain("FP8 weights", "--tp 1", "does not read FP8 weights", config=(quantized,)),
     plain(

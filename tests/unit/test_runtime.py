@@ -43,7 +43,9 @@ def test_steps_that_fall_back_are_counted_by_reason() -> None:
         ("DECODE", 16, 1, False),
         ("EXTEND", 2, 151, False),
         ("EXTEND", 1, 3, False),
+        ("EXTEND", 2, 151, True),
         ("DRAFT_EXTEND_V2", 1, 4, True),
+        ("DECODE", 1, 1, True),
         ("TARGET_VERIFY", 1, 4, False),
     ):
         fallbacks.see(SeenStep(mode, requests, tokens, is_draft))
@@ -51,11 +53,13 @@ def test_steps_that_fall_back_are_counted_by_reason() -> None:
     assert fallbacks.by_reason() == {
         "16 rows": 1,
         "extend": 2,
-        "draft model": 1,
+        "draft prefill": 1,
+        "draft extend": 1,
+        "draft": 1,
         "target verify": 1,
         "input embeddings": 1,
     }
-    assert shown(7, fallbacks.by_reason()).startswith("7 launches served, 6 steps fell back (2 extend, ")
+    assert shown(7, fallbacks.by_reason()).startswith("7 launches served, 8 steps fell back (2 extend, ")
 
 
 def test_verify_steps_of_another_width_fall_back() -> None:
@@ -97,8 +101,16 @@ def test_the_record_is_read_as_the_kernel_writes_it(words: torch.Tensor) -> None
 def watch(words: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, list[int]]]:
     """A watch that reports often, and the number that it reports."""
     monkeypatch.setattr(fault_watch, "REPORT_S", 0.05)
+    monkeypatch.setattr(fault_watch, "METRICS_S", 0.05)
     counts = [0]
-    made = Watch(HostRecord(words), PHASES, rank=3, deadline_s=30.0, counts=lambda: f"{counts[0]} served")
+    made = Watch(
+        HostRecord(words),
+        PHASES,
+        rank=3,
+        deadline_s=30.0,
+        counts=lambda: f"{counts[0]} served",
+        update_metrics=lambda: logging.getLogger("metrics").debug("%d in the metrics", counts[0]),
+    )
     made.start()
     yield made, counts
     made.stop()
@@ -143,12 +155,37 @@ def test_the_thread_calls_no_device(
     assert said(caplog, "phase 0 (EMBED of layer -1)")
 
 
+def test_metrics_that_fail_do_not_end_the_watch(
+    words: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fault_watch, "METRICS_S", 0.01)
+
+    def no_room() -> None:
+        raise OSError("No space left on device")
+
+    made = Watch(HostRecord(words), PHASES, 3, 30.0, counts=lambda: "", update_metrics=no_room)
+    made.start()
+    try:
+        assert said(caplog, "metrics no more") == ["glm53_mono: rank 3: its steps are counted in the metrics no more"]
+        assert "No space left on device" in caplog.text
+        words[sync.FAULT_FLAG.value] = 1
+        assert said(caplog, "phase 0 (EMBED of layer -1)")
+    finally:
+        made.stop()
+
+
 def test_counts_are_reported_when_they_change(watch: tuple[Watch, list[int]], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     time.sleep(0.15)
     assert not caplog.records
     watch[1][0] = 12
     assert said(caplog, "served")[0] == "glm53_mono: rank 3: 12 served"
+
+
+def test_metrics_are_kept_up_to_date(watch: tuple[Watch, list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    watch[1][0] = 31
+    assert said(caplog, "31 in the metrics")
 
 
 def step(rows: int, *, offset: int = 0, tracked: bool = False) -> StepBindings:

@@ -59,11 +59,18 @@ def test_served_steps(published: Path, arguments: tuple[str, ...], steps: launch
     assert verdict.steps == steps
 
 
-def test_until_its_kernels_exist_a_drafting_server_is_told_so(published: Path) -> None:
+def test_until_its_kernels_exist_a_server_of_several_ranks_is_told_so(published: Path) -> None:
     verdict = judged(published, (*SEED, *MONOKERNEL))
     assert not verdict.runs
-    assert "no kernel for verify steps" in verdict.reasons[0]
+    assert "no reduction between ranks" in verdict.reasons[0]
     assert verdict.steps is not None
+
+
+def test_mtp_runs_on_one_rank(published: Path) -> None:
+    """Nothing is refused as not yet built."""
+    verdict = judged(published, (*SEED, *words("--tp 1"), *MONOKERNEL))
+    assert verdict.reasons == ()
+    assert verdict.steps == launch.Steps("target_verify", (1, 2), 4)
 
 
 @pytest.mark.usefixtures("everything_built")

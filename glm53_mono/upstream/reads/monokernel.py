@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from glm53_mono.upstream.contract import Kind, Read
-from glm53_mono.upstream.reads.groups import call, classes, constant, fields, function
+from glm53_mono.upstream.reads.groups import call, classes, constant, fields, function, method
 
 SPEC = "sglang.kernels.plugin_kernels.amd.spec"
 BINDING = "sglang.srt.kernel_plugins.amd.binding"
 HOOKS = "sglang.srt.plugins.hook_registry"
 PLUGINS = "sglang.srt.plugins"
+BATCH = "sglang.srt.model_executor.forward_batch_info"
 RUNNER = "sglang.srt.model_executor.model_runner"
 GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+DRAFT_GRAPHS = "sglang.srt.speculative.eagle_draft_cuda_graph_runner"
+DRAFT_EXTEND_GRAPHS = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
+CONTEXT = "sglang.srt.runtime_context"
 
 MONOKERNEL_READS = (
     constant(SPEC, "MONOKERNEL_API_VERSION", 1, "the version our spec is written against"),
@@ -120,4 +124,21 @@ MONOKERNEL_READS = (
     ),
     Read(GRAPH_RUNNER, "DecodeCudaGraphRunner", "bs", Kind.ASSIGNED, "the graph of a step", within="load_batch"),
     Read(RUNNER, "ModelRunner", "is_draft_worker", Kind.ASSIGNED, "telling the target's steps from the draft's"),
+    method(DRAFT_GRAPHS, "EAGLEDraftCudaGraphRunner", "execute", "forward_batch", "replays of the draft model"),
+    method(
+        DRAFT_EXTEND_GRAPHS,
+        "EAGLEDraftExtendCudaGraphRunner",
+        "execute",
+        "forward_batch, select_index",
+        "replays of the draft model over accepted tokens",
+    ),
+    Read(BATCH, "ForwardMode", "DRAFT_EXTEND_V2", Kind.FIELD, "the name of a draft model's step"),
+    function(CONTEXT, "get_observability", "", "whether the server has metrics"),
+    *fields(
+        "sglang.srt.arg_groups.fields.observability",
+        "Observability",
+        "whether the server has metrics",
+        "enable_metrics",
+        "enable_metrics_for_all_schedulers",
+    ),
 )
