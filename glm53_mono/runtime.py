@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from glm53_mono.admission import admit
 from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, empty_step
 from glm53_mono.counters import Fallbacks, shown
 from glm53_mono.fault_watch import HostRecord, Watch
@@ -53,6 +54,7 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
 
     Raises:
         UpstreamError, WeightError: a weight that the kernels cannot read.
+        AdmissionError: a kernel that could not run as a whole on this GPU.
     """
     rank, ranks = upstream.tensor_parallel_rank()
     geometry = Geometry.from_config(hf_config, ranks)
@@ -72,6 +74,7 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
         deadline_s=context.deadline_s,
         device=weights.norm.device,
     )
+    admit(launch, context.isa)
     runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank)
     runtime.start()
     return runtime

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from glm53_mono import __version__
 from glm53_mono.cli.checkpoint import checkpoint_tensors
+from glm53_mono.cli.checkpoint_config import model_config
 from glm53_mono.cli.tensors import tensor_table
 from glm53_mono.cli.versions import SOFTWARE, versions_of
 from glm53_mono.geometry import MAX_ROWS, Geometry, GeometryError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from glm53_mono.upstream.bench_runner import BenchRunner, BenchServer
 
 DEFAULT_CONTEXTS = "1024,8192"
+DEFAULT_PREDICTED_ROWS = (1, 2, 4, 8)
 DUMMY = "dummy"
 """SGLang's load format that reads no weights (configs/load_config.py)."""
 
@@ -80,13 +82,22 @@ def bench(
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers there too, after each step shape.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Measure nothing: predict the steps of the published model on mi355x or h200.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks, with --model.")] = 1,
+    weights: Annotated[str, typer.Option(help="Weights, with --model: bf16, fp8 or mxfp4.")] = "bf16",
 ) -> None:
     """Measure decode steps: the monokernel against SGLang's own forward, both as CUDA graphs over one loaded model.
 
-    Starts no server: SGLang's model runner runs in this process, on the first visible GPU.
+    Starts no server: SGLang's model runner runs in this process, on the first visible GPU. With --model nothing runs:
+    the published model's steps are predicted.
     """
     try:
         options = parse_options(rows, contexts, steps, only, randomise, seed, as_json)
+        if model is not None:
+            _predict(model, tp, weights, options, arguments or [])
+            return
         report = _run(arguments or [], options)
     except OptionError as error:
         _refuse(str(error))
@@ -288,6 +299,30 @@ class Progress:
     def __call__(self, what: str) -> None:
         """One line, behind the seconds since this was made."""
         print(f"glm53-mono bench: {time.monotonic() - self._started:6.1f} s: {what}", file=sys.stderr, flush=True)
+
+
+def _predict(device: str, tp_size: int, weights: str, options: Options, arguments: Sequence[str]) -> None:
+    from glm53_mono.cli import roofline
+
+    if arguments:
+        raise OptionError(f"--model {device} predicts the published model's steps and takes no server arguments")
+    if device not in roofline.DEVICES:
+        raise OptionError(f"--model {device!r} is not one of {', '.join(roofline.DEVICES)}")
+    if weights not in roofline.BITS:
+        raise OptionError(f"--weights {weights!r} is not one of {', '.join(roofline.BITS)}")
+    rows = options.rows or DEFAULT_PREDICTED_ROWS
+    if max(rows) > MAX_ROWS:
+        raise OptionError(f"--rows {max(rows)} is more than the {MAX_ROWS} rows of the widest step")
+    try:
+        found = roofline.predict(
+            roofline.DEVICES[device], model_config(mtp=False), rows, options.contexts, tp_size, weights
+        )
+    except GeometryError as error:
+        raise OptionError(f"--tp {tp_size}: {error}") from error
+    console = Console(highlight=False, markup=False)
+    console.print(roofline.table(device, found, tp_size, weights))
+    for line in (*roofline.DEVICES[device].assumptions, *roofline.ASSUMPTIONS):
+        console.print(f"assumed: {line}", soft_wrap=True)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

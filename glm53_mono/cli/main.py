@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": SubCommand("glm53_mono.cli.demo", "demo"),
     "checkpoint": SubCommand("glm53_mono.cli.checkpoint", "checkpoint"),
     "bench": SubCommand("glm53_mono.cli.bench", "bench"),
+    "isa": SubCommand("glm53_mono.cli.isa", "isa"),
 }
 """Every sub-command, in the order of the help page."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,14 @@ class Launch:
         self, tensors: StepTensors, sizes: StepSizes, hidden: Tensor, first: int = 0, last: int | None = None
     ) -> None:
         """One launch over the phases [first, last); all of them by default."""
-        monokernel[(self.tiling.programs,)](
+        positional, constants = self.arguments(tensors, sizes, hidden, first, last)
+        monokernel[(self.tiling.programs,)](*positional, **constants)
+
+    def arguments(
+        self, tensors: StepTensors, sizes: StepSizes, hidden: Tensor, first: int = 0, last: int | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a launch hands to the kernel: its run-time arguments in order; its constants and compiler options."""
+        positional = (
             self.records,
             self.buffer,
             *tensors,
@@ -107,16 +115,18 @@ class Launch:
             first,
             len(self.phases) if last is None else last,
             int(self.deadline_s * 1e9),
-            VERIFY=self.variant.verify,
-            TILED=self.variant.index_tiled,
-            FUSED=self.variant.shared_fused,
-            TIMED=self.variant.timed,
-            W=self.workspace,
-            G=self.geometry,
-            T=self.tiling,
-            BACKEND=self.variant.backend,
-            **self._options(),
         )
+        constants = {
+            "VERIFY": self.variant.verify,
+            "TILED": self.variant.index_tiled,
+            "FUSED": self.variant.shared_fused,
+            "TIMED": self.variant.timed,
+            "W": self.workspace,
+            "G": self.geometry,
+            "T": self.tiling,
+            "BACKEND": self.variant.backend,
+        }
+        return positional, constants | self._options()
 
     def _options(self) -> dict[str, int | bool]:
         options: dict[str, int | bool] = {"num_warps": self.tiling.warps}

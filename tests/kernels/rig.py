@@ -222,15 +222,24 @@ def of_requests(inputs: StepInputs, requests: list[int]) -> StepInputs:
     )
 
 
+ISAS = {"interp": "interp", "cuda": "sm_90", "hip": "gfx950"}
+"""The ISA that a launch for each backend is tiled for."""
+
+
 def prepare_launch(
     model: Model, caches: Caches, inputs: StepInputs, *, backend: str = "interp", tiling: Tiling | None = None,
     timed: bool = False,
 ) -> Launch:  # fmt: skip
-    """A launch over these caches, its workspace full of NaN."""
+    """A launch over these caches, its workspace full of NaN.
+
+    `backend` is "interp" or, as torch calls a GPU of either vendor, "cuda".
+    """
+    if backend == "cuda" and torch.version.hip:
+        backend = "hip"
     weights = bf16.described(model.weights)
     launch = Launch.prepare(
         model.geometry,
-        tiling or TILINGS["interp" if backend == "interp" else "sm_90"],
+        tiling or TILINGS[ISAS[backend]],
         Variant(
             verify=inputs.mode == "target_verify",
             index_tiled=caches.layout == "tiled",

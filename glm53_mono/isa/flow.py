@@ -1,0 +1,122 @@
+"""The flow of control of a listing: loops, and walks along every path from an instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from glm53_mono.isa.listing import Block, Instruction, Listing
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A natural loop: the blocks from which its header is reached again without leaving it.
+
+    Attributes:
+        header: index of the block that every round starts at.
+        latches: blocks that branch back to it.
+        body: indices of all blocks, the header's included.
+    """
+
+    header: int
+    latches: frozenset[int]
+    body: frozenset[int]
+
+
+def loops(listing: Listing) -> list[Loop]:
+    """Every natural loop, one a header."""
+    above = dominators(listing.blocks)
+    latches: dict[int, set[int]] = {}
+    for index, block in enumerate(listing.blocks):
+        for successor in block.successors:
+            if index in above and successor in above[index]:
+                latches.setdefault(successor, set()).add(index)
+    return [Loop(header, frozenset(ends), _body(listing.blocks, header, ends)) for header, ends in latches.items()]
+
+
+def waterfall_loops(listing: Listing) -> int:
+    """Loops that serve the lanes' distinct addresses one after another, as buffer operations on them need."""
+    found = 0
+    for loop in loops(listing):
+        names = [each.mnemonic for index in loop.body for each in listing.blocks[index].instructions]
+        ends = {listing.blocks[index].instructions[-1].mnemonic for index in loop.latches}
+        narrows = any("saveexec" in name for name in names) and "v_readfirstlane_b32" in names
+        found += "s_cbranch_execnz" in ends and narrows
+    return found
+
+
+def dominators(blocks: list[Block]) -> dict[int, frozenset[int]]:
+    """Of each block that is reached at all: the blocks that every path from the entry to it goes through."""
+    order = reverse_postorder(blocks)
+    place = {block: position for position, block in enumerate(order)}
+    parent = {order[0]: order[0]}
+
+    def nearest_common(left: int, right: int) -> int:
+        while left != right:
+            while place[left] > place[right]:
+                left = parent[left]
+            while place[right] > place[left]:
+                right = parent[right]
+        return left
+
+    changed = True
+    while changed:
+        changed = False
+        for block in order[1:]:
+            known = [each for each in blocks[block].predecessors if each in parent]
+            new = known[0]
+            for other in known[1:]:
+                new = nearest_common(new, other)
+            if parent.get(block) != new:
+                parent[block] = new
+                changed = True
+    found: dict[int, frozenset[int]] = {order[0]: frozenset({order[0]})}
+    for block in order[1:]:
+        found[block] = found[parent[block]] | {block}
+    return found
+
+
+def reverse_postorder(blocks: list[Block]) -> list[int]:
+    """Blocks that are reached at all, each before its successors but for those of loops."""
+    done: list[int] = []
+    seen = {0}
+    stack: list[tuple[int, Iterator[int]]] = [(0, iter(blocks[0].successors))]
+    while stack:
+        block, rest = stack[-1]
+        following = next((each for each in rest if each not in seen), None)
+        if following is None:
+            done.append(block)
+            stack.pop()
+        else:
+            seen.add(following)
+            stack.append((following, iter(blocks[following].successors)))
+    return done[::-1]
+
+
+def _body(blocks: list[Block], header: int, latches: set[int]) -> frozenset[int]:
+    body, waiting = {header}, list(latches)
+    while waiting:
+        block = waiting.pop()
+        if block not in body:
+            body.add(block)
+            waiting += blocks[block].predecessors
+    return frozenset(body)
+
+
+def walk(listing: Listing, block: int, place: int, step: Callable[[Instruction], bool]) -> None:
+    """Visits what may follow an instruction, on every path, each instruction once.
+
+    Args:
+        block, place: of the instruction; the walk starts behind it.
+        step: called with each instruction; a true answer ends that path.
+    """
+    seen: set[int] = set()
+    waiting = [(block, place + 1)]
+    while waiting:
+        index, first = waiting.pop()
+        if any(step(each) for each in listing.blocks[index].instructions[first:]):
+            continue
+        for successor in listing.blocks[index].successors:
+            if successor not in seen:
+                seen.add(successor)
+                waiting.append((successor, 0))

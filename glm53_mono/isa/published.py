@@ -1,0 +1,51 @@
+"""A model's weights as shapes without values: enough to list the phases of a step and what each of them streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm53_mono.cli.checkpoint_config import checkpoint_geometry
+from glm53_mono.cli.tensors import TensorSpec, tensor_table
+from glm53_mono.reference.weights import from_checkpoint, fuse_shared_expert
+from glm53_mono.weights.bf16 import described
+from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.model import ModelWeights, MoeWeights
+
+
+class Shapes(Mapping[str, Tensor]):
+    """A checkpoint's tensors on torch's meta device, which holds no values."""
+
+    def __init__(self, table: list[TensorSpec]) -> None:
+        self._specs = {spec.name: spec for spec in table}
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self._specs[name]
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def shape_weights(config: dict[str, Any], *, shared_fused: bool) -> ModelWeights[Matrix]:
+    """The bf16 weights of a model, unsharded.
+
+    Args:
+        config: the contents of config.json, as `checkpoint_config.model_config` gives them.
+        shared_fused: whether the shared expert is one more routed one.
+    """
+    weights = from_checkpoint(Shapes(tensor_table(config)), checkpoint_geometry(config))
+    if shared_fused:
+        layers = tuple(
+            replace(layer, ffn=fuse_shared_expert(layer.ffn)) if isinstance(layer.ffn, MoeWeights) else layer
+            for layer in weights.layers
+        )
+        weights = replace(weights, layers=layers)
+    return described(weights)

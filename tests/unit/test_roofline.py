@@ -1,0 +1,95 @@
+"""The prediction against what was measured on the H200, and what moves it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from glm53_mono.cli.checkpoint_config import model_config
+from glm53_mono.cli.main import app
+from glm53_mono.cli.roofline import ASSUMPTIONS, BITS, DEVICES, Prediction, distinct_experts, predict
+
+MEASUREMENTS = (Path(__file__).resolve().parents[2] / "docs" / "measurements.md").read_text()
+CONFIG = model_config(45, 32, mtp=False)
+"""The model that was measured."""
+
+CONTEXT = 1024
+
+
+def measured() -> dict[int, tuple[float, float, float]]:
+    """By rows: bytes of weights in GB, distinct experts a layer, milliseconds."""
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) GB \| ([\d.]+)[^|]*\| ([\d.]+) \| [\d.]+ TB/s", MEASUREMENTS, re.M)
+    return {int(count): (float(size), float(experts), float(ms)) for count, size, experts, ms in rows}
+
+
+def h200(rows: int, context: int = CONTEXT) -> Prediction:
+    (found,) = predict(DEVICES["h200"], CONFIG, [rows], [context], 1, "bf16")
+    return found
+
+
+def test_the_h200_is_predicted_within_a_tenth() -> None:
+    found = measured()
+    assert found.keys() == {1, 8}
+    for rows, (gigabytes, experts, ms) in found.items():
+        predicted = h200(rows)
+        # Ours are the step's bytes: the recurrent states are among them.
+        assert predicted.gigabytes == pytest.approx(gigabytes, rel=0.1)
+        assert distinct_experts(32, 8, rows) == pytest.approx(experts, rel=0.01)
+        assert predicted.ms[0] == predicted.ms[1] == pytest.approx(ms, rel=0.1)
+    # The bytes alone do not predict a narrow step.
+    assert h200(1).floor_ms != pytest.approx(found[1][2], rel=0.1)
+
+
+def test_long_contexts_add_a_phase_a_sparse_layer() -> None:
+    short, long = h200(1), h200(1, 8192)
+    assert long.phases - short.phases == 11
+    assert long.gigabytes > short.gigabytes
+
+
+def test_ranks_share_the_bytes_and_add_reductions() -> None:
+    one, four = (predict(DEVICES["mi355x"], CONFIG, [1], [CONTEXT], tp, "bf16")[0] for tp in (1, 4))
+    assert one.gigabytes / 4 < four.gigabytes < one.gigabytes / 3
+    assert four.phases - one.phases == 2 * 45 + 1
+    assert four.ms[0] < four.ms[1]
+
+
+def test_formats_shrink_what_they_store() -> None:
+    sizes = {name: predict(DEVICES["mi355x"], CONFIG, [8], [CONTEXT], 1, name)[0].gigabytes for name in BITS}
+    # Experts are most of it: half and a quarter of their bytes, and all of what stays bf16.
+    assert 0.5 < sizes["fp8"] / sizes["bf16"] < 0.75
+    assert 0.3 < sizes["mxfp4"] / sizes["bf16"] < 0.6
+
+
+def test_few_experts_of_shapes_stand_for_all() -> None:
+    """Experts that no row chose cost their router rows alone."""
+    found = predict(DEVICES["h200"], CONFIG, [1], [CONTEXT], 1, "bf16")[0].gigabytes
+    config = model_config(45, 64, mtp=False)
+    more = predict(DEVICES["h200"], config, [1], [CONTEXT], 1, "bf16")[0].gigabytes
+    router = 42 * 32 * 4096 * 2 / 1e9
+    assert more - found == pytest.approx(router, rel=0.01)
+
+
+def test_the_command_says_that_it_predicts() -> None:
+    done = CliRunner().invoke(app, ["bench", "--model", "mi355x", "--tp", "4", "--weights", "mxfp4", "--rows", "1"])
+    assert done.exit_code == 0, done.stderr
+    assert "PREDICTED, not measured: decode steps on mi355x, TP 4, mxfp4" in done.stdout
+    assert done.stdout.count("assumed: ") == len((*DEVICES["mi355x"].assumptions, *ASSUMPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "b200"], "--model 'b200' is not one of h200, mi355x"),
+        (["--model", "h200", "--weights", "int4"], "--weights 'int4' is not one of bf16, fp8, mxfp4"),
+        (["--model", "h200", "--tp", "3"], "--tp 3: tp_size 3 is not one of 1, 2, 4, 8"),
+        (["--model", "h200", "--rows", "9"], "--rows 9 is more than the 8 rows of the widest step"),
+        (["--model", "h200", "--", "--tp", "2"], "--model h200 predicts the published model's steps"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"glm53-mono bench: {says}") and done.stderr.count("\n") == 1
