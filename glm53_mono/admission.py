@@ -47,8 +47,8 @@ def admit(launch: Launch, isa: str) -> None:
         hazards = protocol_hazards(listing, streamed_lines())
         if hazards:
             raise AdmissionError(
-                f"the kernel that this Triton compiles has {len(hazards)} hazards, the first of them: {hazards[0]}; "
-                "install a Triton with which `glm53-mono isa` finds none"
+                f"the kernel that this Triton compiles has hazards in its assembly ({len(hazards)}), the first of "
+                f"them: {hazards[0]}; install a Triton with which `glm53-mono isa` finds none"
             )
         usage = of_listing(listing, shared).usage(launch.tiling.warps)
     else:

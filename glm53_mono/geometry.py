@@ -97,6 +97,8 @@ class Geometry:
     conv_taps: int = LINEAR_STRUCTURE["short_conv_kernel_size"]
     gate_lower_bound: float = LINEAR_STRUCTURE["gate_lower_bound"]
     l2_eps: float = 1e-6
+    renormalise_eps: float = 1e-20
+    """Added to the sum of a row's chosen scores (`_RENORMALIZE_SUM_EPSILON`, srt/layers/moe/topk.py)."""
     qk_head_dim: int = STRUCTURE["qk_nope_head_dim"]
     v_head_dim: int = STRUCTURE["v_head_dim"]
     index_head_dim: int = STRUCTURE["index_head_dim"]

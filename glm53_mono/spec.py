@@ -8,6 +8,7 @@ from typing import Any
 from glm53_mono import capabilities
 from glm53_mono.geometry import MAX_ROWS, TP_SIZES, Geometry, GeometryError
 from glm53_mono.numerics import named_bounds
+from glm53_mono.program.tiling import TILINGS
 from glm53_mono.refusals import REFUSALS, reasons
 from glm53_mono.upstream.loaded import foreign_model_reason
 from glm53_mono.upstream.model import embedding_shard, final_norm, model_layers, tensor_parallel_rank
@@ -27,7 +28,7 @@ from glm53_mono.weights.descriptor import WeightError
 API_VERSION = 1
 """The version of SGLang's monokernel contract that this package is written against."""
 
-COMPUTE_UNITS: Mapping[str, int] = {"gfx950": 256, "sm_90": 132}
+COMPUTE_UNITS: Mapping[str, int] = {isa: TILINGS[isa].programs for isa in ("gfx950", "sm_90")}
 """Compute units by ISA; the launch grid is one resident program on each."""
 
 

@@ -85,7 +85,7 @@ def route(workspace, record, state_slots, tokens, rows, W: tl.constexpr, G: tl.c
         choice = tl.where(here, float("-inf"), choice)
     chosen = tl.where((slot > 0)[:, None], chosen, 0)
     kept = tl.where(chosen != 0, score, 0.0)
-    share = kept / (tl.sum(kept, 1)[:, None] + 1e-20)
+    share = kept / (tl.sum(kept, 1)[:, None] + G.renormalise_eps)
     tl.store(weight + row[:, None] * G.experts + expert, share, mask=expert < G.experts)
     distinct = tl.max(chosen, 0)
     place = tl.cumsum(distinct, 0) - 1
@@ -139,13 +139,14 @@ def experts(workspace, record, step, rows, W: tl.constexpr, G: tl.constexpr, T: 
 
 @triton.jit
 def down(
-    workspace, record, step, rows, FUSED: tl.constexpr,
+    workspace, record, rows, FUSED: tl.constexpr,
     W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """f of a sparse layer, then hc_post. Task: one whole tile of hidden columns over all experts and the shared one.
 
     Apart (FUSED false): f = bf16(bf16(scale * sum_e bf16(w_e d_e)) + bf16(d_shared)); fused, the shared expert is one
-    more summand of weight 1 / scale, as SGLang runs it (MODEL_MATH 4.3).
+    more summand of weight 1 / scale, as SGLang runs it (MODEL_MATH 4.3). The list of experts, their addresses and
+    weights are those that this program's `route` left in its own regions a phase before.
     """
     x = region(workspace, W.expert_wide, tl.bfloat16)
     listed = private(workspace, W.expert_list, W.expert_list_bytes, tl.int32)

@@ -44,26 +44,29 @@ HEAD = device(Kind.HEAD)
 
 
 class StepTensors(NamedTuple):
-    """What a launch reads of its step: tensors stay where SGLang keeps them, so a graph sees each step's values."""
+    """What a launch reads of its step: tensors stay where SGLang keeps them, so a graph sees each step's values.
+
+    Their dtypes choose the compiled kernel, so they are the same in every step.
+    """
 
     input_ids: torch.Tensor
-    """[rows] token ids; padded rows may hold stale ones"""
+    """[rows] int64, token ids; padded rows may hold stale ones"""
     cache_slots: torch.Tensor
-    """[rows] slot of each row in the latent cache (`out_cache_loc`); 0 for a padded row"""
+    """[rows] int64, slot of each row in the latent cache (`out_cache_loc`); 0 for a padded row"""
     seq_lens: torch.Tensor
-    """[requests] with the current token in decode, committed tokens in verify"""
+    """[requests] int64, with the current token in decode, committed tokens in verify"""
     request_rows: torch.Tensor
-    """[requests] row in `req_to_token` and in the compress rings (`req_pool_indices`)"""
+    """[requests] int64, row in `req_to_token` and in the compress rings (`req_pool_indices`)"""
     state_slots: torch.Tensor
-    """[requests] slot of the recurrent state and the convolution window; below 1 for a padded request"""
+    """[requests] int32, slot of the recurrent state and the convolution window; below 1 for a padded request"""
     track_slots: torch.Tensor
-    """[requests] slot that a decode step copies state and window to for the prefix cache; negative for none"""
+    """[requests] int64, slot that a decode step copies state and window to for the prefix cache; negative for none"""
     track_mask: torch.Tensor
     """[requests] bool, the requests whose `track_slots` count in this step"""
     scratch_rows: torch.Tensor
-    """[requests] row in the verify scratch"""
+    """[requests] int32, row in the verify scratch"""
     req_to_token: torch.Tensor
-    """[request rows, max context] cache slot of every token"""
+    """[request rows, max context] int32, cache slot of every token"""
 
 
 class StepSizes(NamedTuple):
@@ -194,7 +197,7 @@ def run_phase(
     elif kind == EXPERTS:
         experts(workspace, record, step, rows, W, G, T, BACKEND)
     elif kind == DOWN:
-        down(workspace, record, step, rows, FUSED, W, G, T, BACKEND)
+        down(workspace, record, rows, FUSED, W, G, T, BACKEND)
     elif kind == MLA_PROJECT:
         mla_project(workspace, record, rows, W, G, T)
     elif kind == MLA_QUERY:

@@ -132,9 +132,9 @@ class Launch:
         options: dict[str, int | bool] = {"num_warps": self.tiling.warps}
         if self.variant.backend != "interp":
             options["launch_cooperative_grid"] = True
-        if self.variant.backend == "cuda":
+        if self.tiling.max_registers:
             # ptxas takes 128 registers for 256 threads unless it is told that one program a multiprocessor is enough
-            options["maxnreg"] = 255
+            options["maxnreg"] = self.tiling.max_registers
         return options
 
     def run_by_phase(self, tensors: StepTensors, sizes: StepSizes, hidden: Tensor) -> None:

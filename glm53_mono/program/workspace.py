@@ -137,7 +137,7 @@ def lay_out(geometry: Geometry, tiling: Tiling, phases: int, max_tokens: int) ->
         ("partial_sum", f32, (rows, attend_chunks, g.mla_heads)),
     ]
     private = [
-        ("tile", bf16, (rows, max(t.output_columns, t.project_columns))),
+        ("tile", bf16, (rows, t.output_columns)),
         ("query_latent", bf16, (rows, g.q_rank)),
         ("merged", bf16, (rows, g.latent)),
         ("expert_list", i32, (most_experts + 1,)),

@@ -13,9 +13,6 @@ from glm53_mono.reference.dense import clamped_swiglu
 from glm53_mono.reference.dense import ffn as dense_ffn
 from glm53_mono.weights.model import MoeWeights
 
-RENORMALISE_EPS = 1e-20
-"""Added to the sum of the chosen scores (`_RENORMALIZE_SUM_EPSILON`, srt/layers/moe/topk.py)."""
-
 
 @dataclass(frozen=True)
 class Moe:
@@ -48,7 +45,7 @@ def route(logits: Tensor, bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
     scores = torch.sigmoid(logits)
     ids = numerics.top_indices(scores + bias, count)
     chosen = scores.gather(1, ids)
-    return ids, chosen / (chosen.sum(-1, keepdim=True) + RENORMALISE_EPS)
+    return ids, chosen / (chosen.sum(-1, keepdim=True) + Geometry.renormalise_eps)
 
 
 def append_shared(ids: Tensor, weights: Tensor, expert: int, routed_scale: float) -> tuple[Tensor, Tensor]:

@@ -88,3 +88,15 @@ def test_seeded_bugs_are_found(seed: int, bug: Bug) -> None:
     comparison.stops_at_failure = True
     with bug.seeded():
         assert comparison.whole_step().failures
+
+
+def test_a_timed_launch_stamps_every_phase_and_changes_no_bit(seed: int) -> None:
+    model = tiny_model(EVERY_PHASE, seed=seed, sinkhorn_iterations=2)
+    caches, inputs = some_step(model, [5, 66], seed)
+    timed_caches = caches.clone()
+    launch = rig.prepare_launch(model, timed_caches, inputs, timed=True)
+    timed = rig.run_step(launch, timed_caches, inputs)
+    untimed = rig.run_step(rig.prepare_launch(model, caches, inputs), caches, inputs)
+    assert_same_bits((timed, timed_caches), (untimed, caches))
+    # the interpreter's clock stands at 0, and the workspace was full of NaN
+    assert not launch.view("clock").any()
