@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+ARCHITECTURE = "Glm5NextForConditionalGeneration"
+"""The HF architecture whose steps we run."""
+
 FP8_BLOCK = 128
 """Rows and columns that share one scale in an FP8 weight."""
 

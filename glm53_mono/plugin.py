@@ -1,7 +1,6 @@
 """The entry point that SGLang calls in each of its processes."""
 
-ARCHITECTURE = "Glm5NextForConditionalGeneration"
-"""The HF architecture whose steps we run."""
+from glm53_mono.geometry import ARCHITECTURE
 
 SPEC_PATH = "glm53_mono.spec:SPEC"
 """Where SGLang finds the spec, if a server asks for it."""

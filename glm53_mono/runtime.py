@@ -20,10 +20,11 @@ from glm53_mono.fault_watch import HostRecord, Watch
 from glm53_mono.geometry import Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
 from glm53_mono.metrics import StepCounter
-from glm53_mono.program.launch import Launch, Variant
+from glm53_mono.program.launch import BACKENDS, Launch, Variant
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS
+from glm53_mono.program.workspace import HEADROOM_PAGES
 from glm53_mono.upstream import model as upstream
 from glm53_mono.upstream.hooks import watch_steps
 from glm53_mono.upstream.monokernel import BuildContext, Plan
@@ -34,12 +35,6 @@ from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.model import StepWeights
 
 logger = logging.getLogger(__name__)
-
-BACKENDS = {"sm_90": "cuda", "gfx950": "hip", "interp": "interp"}
-"""The kernel's backend by ISA; `interp` is Triton's interpreter on the CPU, a phase a launch."""
-
-HEADROOM_PAGES = 2
-"""Pages beyond the longest context: SGLang's table of slots has some room more (allocation_sizing.py:96-116)."""
 
 EMBEDS = "input embeddings"
 

@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 
 from glm53_mono import __version__
+from glm53_mono.checkpoint.config import model_config
+from glm53_mono.checkpoint.tensors import tensor_table
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import model_config
-from glm53_mono.cli.tensors import tensor_table
 from glm53_mono.cli.versions import SOFTWARE, versions_of
 from glm53_mono.geometry import MAX_ROWS, Geometry, GeometryError
 

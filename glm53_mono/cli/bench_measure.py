@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -12,12 +13,13 @@ from glm53_mono.cli.bench_report import Barriers, Launched, Point, Timing
 from glm53_mono.cli.step_bytes import scored_pools, step_bytes
 from glm53_mono.geometry import Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
+from glm53_mono.kernels.record import Kind
 from glm53_mono.program.launch import Launch
 from glm53_mono.program.phase import Access, Phase
 from glm53_mono.program.pools import Pools
-from glm53_mono.program.record import Kind
 from glm53_mono.program.step import write_records
-from glm53_mono.upstream.bench_runner import MONOKERNEL, BenchRunner
+from glm53_mono.runtime import Runtime
+from glm53_mono.upstream.bench_runner import MONOKERNEL, BenchError, BenchRunner
 from glm53_mono.upstream.running import served_step
 from glm53_mono.upstream.step import attention_backends
 from glm53_mono.weights.model import StepWeights
@@ -82,6 +84,27 @@ def fill_pools(pools: Pools, geometry: Geometry, generator: torch.Generator) -> 
         pages[:, keys:] = torch.exp2(exponents.float()).view(torch.uint8)
 
 
+@contextmanager
+def expect_launches(built: Runtime, steps: int) -> Iterator[None]:
+    """Check that the kernel runs so many launches within the block, as the device counts them.
+
+    Raises:
+        BenchError: it ran fewer or more: SGLang's own forward ran in its place, or the other way round.
+    """
+    _wait(built.launch)
+    before = built.served()
+    yield
+    _wait(built.launch)
+    ran = built.served() - before
+    if ran != steps:
+        raise BenchError(f"the kernel ran {ran} of {steps} steps")
+
+
+def _wait(launch: Launch) -> None:
+    if launch.buffer.is_cuda:
+        torch.cuda.synchronize(launch.buffer.device)
+
+
 def measure_point(
     runner: BenchRunner,
     arms: Sequence[str],
@@ -101,7 +124,8 @@ def measure_point(
         generator: of the token ids; its device is where everything runs.
 
     Raises:
-        BenchError: no graph of so many rows, or no room in the pools.
+        BenchError: no graph of so many rows, no room in the pools, or steps that the monokernel should have run and did
+            not.
     """
     device = generator.device
     ids = torch.randint(geometry.vocab, (rows,), generator=generator, device=device)
@@ -111,7 +135,8 @@ def measure_point(
     if not launch:
         return Point(rows, context, times_of(replays, steps), None)
     batch, built = runner.decode_batch(ids, context), runner.built
-    prepared = runner.prepare(MONOKERNEL, batch)
+    with expect_launches(built, 1):
+        prepared = runner.prepare(MONOKERNEL, batch)
     if MONOKERNEL in arms:
         replays[MONOKERNEL] = prepared
     with runner.context(MONOKERNEL):
@@ -119,10 +144,13 @@ def measure_point(
     hidden = torch.empty((rows, geometry.hidden), dtype=torch.bfloat16, device=device)
     distinct = distinct_experts(built.launch, tensors, sizes, hidden)
     replays[LAUNCH] = graph_of(lambda: built.launch.run(tensors, sizes, hidden))
-    times = times_of(replays, steps)
+    served = (WARM_UPS + steps) * len(replays.keys() & {MONOKERNEL, LAUNCH})
+    with expect_launches(built, served):
+        times = times_of(replays, steps)
     selects = scored_pools(geometry, context) > 0
     launched = Launched(
         timing=times.pop(LAUNCH),
+        served=served,
         barriers=Barriers(barriers_of(built.launch, selects=selects), barrier_us(built.launch, tensors, sizes, steps)),
         distinct_experts=distinct,
         bytes=step_bytes(geometry, weights, [context] * rows, distinct),

@@ -61,12 +61,15 @@ class Launched:
 
     Attributes:
         timing: of the launch alone.
+        served: launches that the device counted while the times were taken, in the step's graph and alone, warm-ups
+            included.
         barriers: of it.
         distinct_experts: of each layer with routed experts, in order.
         bytes: that the launch cannot do without.
     """
 
     timing: Timing
+    served: int
     barriers: Barriers
     distinct_experts: tuple[int, ...]
     bytes: StepBytes
@@ -136,7 +139,8 @@ class Report:
         if launched is not None:
             barriers = launched.barriers
             values["launch"] = asdict(launched.timing) | {
-                "copy_bandwidth_fraction": self.fraction(launched.bytes.total, launched.timing)
+                "served": launched.served,
+                "copy_bandwidth_fraction": self.fraction(launched.bytes.total, launched.timing),
             }
             values["step_bytes"] = asdict(launched.bytes) | {"total": launched.bytes.total}
             values["distinct_experts_mean"] = _mean(launched.distinct_experts)

@@ -19,9 +19,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from glm53_mono.cli.checkpoint_config import ConfigError, model_config
-from glm53_mono.cli.tensors import TensorSpec, tensor_table
-from glm53_mono.cli.tokenizer import write_tokenizer
+from glm53_mono.checkpoint.config import ConfigError, model_config
+from glm53_mono.checkpoint.tensors import TensorSpec, tensor_table
+from glm53_mono.checkpoint.tokenizer import write_tokenizer
 from glm53_mono.geometry import GeometryError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ DRAW_ELEMENTS = 1 << 24
 
 
 class ScaleName(StrEnum):
-    """Sizes of a layer: see `checkpoint_config.SCALES`."""
+    """Sizes of a layer: see `checkpoint.config.SCALES`."""
 
     SMALL = "small"
     FULL = "full"

@@ -137,8 +137,8 @@ def _run(
 ) -> tuple[Outcome, list[tuple[str, str]]]:
     import torch
 
+    from glm53_mono.checkpoint.config import checkpoint_geometry
     from glm53_mono.cli.checkpoint import checkpoint_tensors
-    from glm53_mono.cli.checkpoint_config import checkpoint_geometry
     from glm53_mono.cli.demo_run import Demo
     from glm53_mono.cli.kernel_runner import KernelRunner
     from glm53_mono.cli.reference_runner import ReferenceRunner

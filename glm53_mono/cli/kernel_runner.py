@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm53_mono.cli.from_reference import pools_of, step_of
 from glm53_mono.cli.parts import LayerTrace, StepTrace
 from glm53_mono.geometry import MAX_ROWS, Geometry
 from glm53_mono.kernels import interpreter
 from glm53_mono.kernels.faster_interpreter import with_room_for_frames
+from glm53_mono.kernels.record import Kind
 from glm53_mono.numerics import BOUNDS, TWO_ROUNDINGS, Distance
-from glm53_mono.program.from_reference import pools_of, step_of
 from glm53_mono.program.launch import Launch, Variant
-from glm53_mono.program.record import Kind
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.reference import head, indexer, mhc, numerics

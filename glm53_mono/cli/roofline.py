@@ -18,8 +18,8 @@ from rich.table import Table
 from glm53_mono.cli.step_bytes import scored_pools, step_bytes
 from glm53_mono.geometry import Geometry
 from glm53_mono.isa.published import shape_weights
+from glm53_mono.kernels.record import Kind
 from glm53_mono.program.pools import Pools
-from glm53_mono.program.record import Kind
 from glm53_mono.program.step import step_phases
 from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.model import StepWeights, with_matrices
@@ -106,7 +106,7 @@ def predict(
     """Predicts decode steps, for each number of rows and each context.
 
     Args:
-        config: the contents of config.json, as `checkpoint_config.model_config` gives them.
+        config: the contents of config.json, as `checkpoint.config.model_config` gives them.
         rows: requests of a step.
         contexts: tokens of each request.
         tp_size: ranks.

@@ -15,16 +15,16 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from glm53_mono.bindings import Unused, empty_step
-from glm53_mono.cli.checkpoint_config import model_config
+from glm53_mono.checkpoint.config import model_config
 from glm53_mono.geometry import Geometry
 from glm53_mono.isa.published import shape_weights
 from glm53_mono.isa.variants import INDEX_TILED, KernelVariant
 from glm53_mono.kernels.monokernel import monokernel
-from glm53_mono.program.launch import Launch, Variant
+from glm53_mono.program.launch import BACKENDS, Launch, Variant
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS
-from glm53_mono.runtime import BACKENDS, HEADROOM_PAGES
+from glm53_mono.program.workspace import HEADROOM_PAGES
 
 TARGETS: Mapping[str, GPUTarget] = {"gfx950": GPUTarget("hip", "gfx950", 64), "sm_90": GPUTarget("cuda", 90, 32)}
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry
-from glm53_mono.cli.tensors import TensorSpec, tensor_table
+from glm53_mono.checkpoint.config import checkpoint_geometry
+from glm53_mono.checkpoint.tensors import TensorSpec, tensor_table
 from glm53_mono.reference.weights import from_checkpoint, fuse_shared_expert
 from glm53_mono.weights.bf16 import described
 from glm53_mono.weights.descriptor import Matrix
@@ -38,7 +38,7 @@ def shape_weights(config: dict[str, Any], *, shared_fused: bool) -> ModelWeights
     """The bf16 weights of a model, unsharded.
 
     Args:
-        config: the contents of config.json, as `checkpoint_config.model_config` gives them.
+        config: the contents of config.json, as `checkpoint.config.model_config` gives them.
         shared_fused: whether the shared expert is one more routed one.
     """
     weights = from_checkpoint(Shapes(tensor_table(config)), checkpoint_geometry(config))

@@ -14,7 +14,7 @@ from glm53_mono.kernels.gemv import (
 from glm53_mono.kernels.memory import pointer, region
 from glm53_mono.kernels.numerics import clamped_swiglu
 from glm53_mono.kernels.output import write_branch
-from glm53_mono.program.record import Word, device
+from glm53_mono.kernels.record import Word, device
 
 DENSE = device(Word.DENSE)
 

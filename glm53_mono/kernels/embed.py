@@ -5,7 +5,7 @@ import triton.language as tl
 
 from glm53_mono.kernels.memory import pointer, region
 from glm53_mono.kernels.mhc import GROUP, leave_mix_share, next_fn
-from glm53_mono.program.record import Word, device
+from glm53_mono.kernels.record import Word, device
 
 EMBEDDING = device(Word.EMBEDDING)
 

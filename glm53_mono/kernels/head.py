@@ -5,7 +5,7 @@ import triton.language as tl
 
 from glm53_mono.kernels.memory import pointer, region
 from glm53_mono.kernels.numerics import bf16
-from glm53_mono.program.record import Word, device
+from glm53_mono.kernels.record import Word, device
 
 FINAL_NORM = device(Word.FINAL_NORM)
 

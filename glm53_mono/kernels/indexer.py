@@ -5,8 +5,8 @@ import triton.language as tl
 
 from glm53_mono.kernels.memory import pointer, region
 from glm53_mono.kernels.numerics import bf16, fp8, fp8_scale, hadamard_signs, ordered_key
+from glm53_mono.kernels.record import Word, device
 from glm53_mono.kernels.sync import program_barrier
-from glm53_mono.program.record import Word, device
 
 KEY_NORM_WEIGHT = device(Word.KEY_NORM_WEIGHT)
 KEY_NORM_BIAS = device(Word.KEY_NORM_BIAS)

@@ -11,7 +11,7 @@ import triton.language as tl
 from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
 from glm53_mono.kernels.memory import pointer, region
 from glm53_mono.kernels.numerics import bf16, sigmoid, silu
-from glm53_mono.program.record import Word, device
+from glm53_mono.kernels.record import Word, device
 
 QKV = device(Word.QKV)
 BETA = device(Word.BETA)

@@ -10,9 +10,11 @@ import triton.language as tl
 from glm53_mono.geometry import MAX_ROWS
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.numerics import bf16, sigmoid
+from glm53_mono.kernels.record import Word, device
 from glm53_mono.kernels.sync import program_barrier
-from glm53_mono.program.record import Word, device
-from glm53_mono.program.workspace import MIX_SLOTS
+
+MIX_SLOTS = 32
+"""Numbers of one row in a mix partial: pre 0..3, square sum 4, post 8..11, comb 12..27; the rest is zero."""
 
 ROWS = tl.constexpr(MAX_ROWS)
 SLOTS = tl.constexpr(MIX_SLOTS)

@@ -6,8 +6,8 @@ import triton.language as tl
 from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
 from glm53_mono.kernels.indexer import close_pools, row_length, score_pages
 from glm53_mono.kernels.memory import pointer, private, region
+from glm53_mono.kernels.record import Word, device
 from glm53_mono.kernels.sync import program_barrier
-from glm53_mono.program.record import Word, device
 
 LATENTS = device(Word.LATENTS)
 INDEX_KEY = device(Word.INDEX_KEY)

@@ -14,8 +14,8 @@ from glm53_mono.kernels.gemv import add_chunk, folded_columns, pair_row, row_ind
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.mhc import next_fn, update_streams
 from glm53_mono.kernels.numerics import bf16, clamped_swiglu, sigmoid
+from glm53_mono.kernels.record import Word, device
 from glm53_mono.kernels.sync import program_barrier
-from glm53_mono.program.record import Word, device
 
 ROWS = tl.constexpr(MAX_ROWS)
 GATE = device(Word.GATE)

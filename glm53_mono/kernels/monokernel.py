@@ -18,8 +18,8 @@ from glm53_mono.kernels.mhc import mix
 from glm53_mono.kernels.mla import mla_absorb, mla_attend, mla_merge, mla_project, mla_query
 from glm53_mono.kernels.moe import down, experts, router
 from glm53_mono.kernels.output import output
+from glm53_mono.kernels.record import RECORD, Kind, Word, device
 from glm53_mono.kernels.sync import arrive, leave, now, wait
-from glm53_mono.program.record import RECORD, Kind, Word, device
 
 WORDS_OF_RECORD = tl.constexpr(RECORD)
 KIND = device(Word.KIND)

@@ -6,7 +6,7 @@ import triton.language as tl
 from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.mhc import next_fn, update_streams
-from glm53_mono.program.record import Word, device
+from glm53_mono.kernels.record import Word, device
 
 OUTPUT = device(Word.OUTPUT)
 

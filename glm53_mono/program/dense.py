@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from glm53_mono.kernels.record import Kind, Word
 from glm53_mono.program.phase import UPDATE_OWNS, UPDATE_READS, UPDATE_WRITES, Access, Phase, mix_phase
-from glm53_mono.program.record import Kind, Word
 from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.model import DenseWeights, MhcWeights
 

@@ -16,6 +16,9 @@ from glm53_mono.program.step import write_records
 from glm53_mono.program.tiling import Tiling
 from glm53_mono.program.workspace import Workspace, lay_out
 
+BACKENDS = {"sm_90": "cuda", "gfx950": "hip", "interp": "interp"}
+"""The kernel's backend by ISA; `interp` is Triton's interpreter on the CPU, a phase a launch."""
+
 
 @dataclass(frozen=True)
 class Variant:

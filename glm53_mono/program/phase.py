@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from glm53_mono.program.record import Kind, Word
+from glm53_mono.kernels.record import Kind, Word
 from glm53_mono.weights.descriptor import Matrix, checked_address
 from glm53_mono.weights.model import MhcWeights
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from glm53_mono.geometry import Geometry
+from glm53_mono.kernels.record import RECORD, Kind, Word
 from glm53_mono.program.dense import dense_phases
 from glm53_mono.program.kda import kda_phases
 from glm53_mono.program.mla import mla_phases
 from glm53_mono.program.moe import moe_phases
 from glm53_mono.program.phase import UPDATE_WRITES, Access, Phase
 from glm53_mono.program.pools import Pools
-from glm53_mono.program.record import RECORD, Kind, Word
 from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.model import DenseWeights, KdaWeights, StepWeights
 

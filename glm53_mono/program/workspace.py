@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from glm53_mono.geometry import MAX_ROWS, Geometry
+from glm53_mono.kernels.mhc import MIX_SLOTS
+from glm53_mono.kernels.sync import WORDS
 from glm53_mono.program.tiling import DOT_ROWS, Tiling
 
 ALIGNMENT = 256
 """Bytes; no two regions share a cache line."""
 
-MIX_SLOTS = 32
-"""Numbers of one row in a mix partial: pre 0..3, square sum 4, post 8..11, comb 12..27; the rest is zero."""
+HEADROOM_PAGES = 2
+"""Pages beyond the longest context: SGLang's table of slots has some room more (allocation_sizing.py:96-116)."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,6 @@ def lay_out(geometry: Geometry, tiling: Tiling, phases: int, max_tokens: int) ->
         phases: of the step; the clock has a word for each start and for the end.
         max_tokens: the longest context of a request; it sizes the indexer's scores.
     """
-    from glm53_mono.kernels.sync import WORDS
-
     g, t = geometry, tiling
     mix_tiles = -(-g.hidden // t.output_columns)
     router_chunks = -(-g.hidden // t.router_depth)

@@ -14,6 +14,12 @@ FLIP = 5.0
 """A row so many times further away than the median row has taken another expert or pool at a near-tie of its scores:
 one of eight experts moves an output at once, rounding differences do so by degrees."""
 
+MOST_FLIPS = 0.05
+"""Share of rows that may have fallen the other way at a near-tie; SGLang's own two batch sizes are measured too."""
+
+OWN_NOISE = 1.5
+"""Times that the kernel may be further from SGLang than SGLang, in another batch size, is from itself."""
+
 
 @dataclass(frozen=True)
 class Rows:

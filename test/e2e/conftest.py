@@ -14,14 +14,14 @@ import torch
 
 from test.e2e import scenario
 from test.e2e.scenario import Plan, Results
-from test.e2e.server import MONOKERNEL, Answer, running
+from test.e2e.server import COUNTED, Answer, running
 
 LAYERS, EXPERTS = 8, 16
 
 ARMS = {
-    "every size captured": (*MONOKERNEL,),
-    "padded rows": (*MONOKERNEL, "--cuda-graph-bs-decode", "4", "8"),
-    "no graphs": (*MONOKERNEL, "--disable-cuda-graph"),
+    "every size captured": (*COUNTED,),
+    "padded rows": (*COUNTED, "--cuda-graph-bs-decode", "4", "8"),
+    "no graphs": (*COUNTED, "--disable-cuda-graph"),
 }
 """Arguments of the arms that run the kernel."""
 
@@ -80,7 +80,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def off(model: Model, plan: Plan, logs: Path) -> Results:
     """What SGLang's own forward answers."""
     with running(model.folder, logs / "off.log") as server:
-        return scenario.run(server, plan)
+        return scenario.run(server, plan, counts=False)
 
 
 @pytest.fixture(scope="session", params=ARMS)
@@ -88,7 +88,7 @@ def on(request: pytest.FixtureRequest, off: Results, model: Model, plan: Plan, l
     """What the kernel answers, an arm at a time."""
     log_file = logs / f"{request.param.replace(' ', '-')}.log"
     with running(model.folder, log_file, *ARMS[request.param]) as server:
-        return scenario.run(server, plan)
+        return scenario.run(server, plan, counts=True)
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,23 @@ class Unusual:
     Attributes:
         passing: `Plan.passing`, where requests lose their caches every few steps and start again.
         last: the first forced request, with its last hidden state only.
+        steps: by path and reason, since the server started.
         log: what the server had printed.
     """
 
     passing: list[Answer]
     last: Answer
+    steps: dict[tuple[str, str], int]
     log: str
 
 
 @pytest.fixture(scope="session")
 def unusual(model: Model, plan: Plan, logs: Path) -> Unusual:
     """The kernel in a server that retracts, and whose HTTP front is the one that knows the mode `last`."""
-    with running(model.folder, logs / "unusual.log", *MONOKERNEL, environment=RETRACTING | PYTHON_FRONT) as server:
+    with running(model.folder, logs / "unusual.log", *COUNTED, environment=RETRACTING | PYTHON_FRONT) as server:
         passing = server.generate_in_turn(plan.passing, plan.aborted)
         last = server.generate(replace(plan.forced[0], hidden="last"))
-        return Unusual(passing, last, server.log)
+        return Unusual(passing, last, server.steps(), server.log)
 
 
 def head_of(folder: Path) -> torch.Tensor:

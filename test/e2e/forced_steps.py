@@ -2,7 +2,8 @@
 
 `python -m test.e2e.forced_steps LAYERS EXPERTS SEED` draws a model of that many layers at the real widths on the GPU,
 captures both forwards as a server does, and prints as JSON how far they are apart, beside how far SGLang's is from
-itself when a request runs alone instead of in a batch. A process of its own: SGLang starts once in one.
+itself when a request runs alone instead of in a batch, and what is out of place in the kernel's graphs. A process of
+its own: SGLang starts once in one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from typing import Any
 import torch
 
 from glm53_mono.bindings import bind_pools
+from glm53_mono.cli.bench_measure import expect_launches, fill_pools
 from glm53_mono.geometry import Geometry
+from glm53_mono.kernels.monokernel import monokernel
 from glm53_mono.program.pools import Pools
 from glm53_mono.upstream import bench_runner
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG, BenchRunner
 from glm53_mono.upstream.running import served_step
 from glm53_mono.upstream.step import attention_backends
 from test.e2e.compare import Rows, compare_rows
+from test.e2e.graph_nodes import kept_graphs, misplaced, nodes
 
 STEPS = 256
 """Steps over which a difference would have to grow if it grew."""
@@ -32,10 +36,13 @@ STEPS = 256
 CONTEXTS = (1, 250, 900, 1900)
 """Tokens before the first step: a page's end and the border of selection (2,052) are crossed on the way."""
 
+WIDTHS = tuple(range(1, 9))
+"""Rows of the captured graphs."""
+
 SERVER = (
     *("--load-format", "dummy", "--trust-remote-code", "--skip-tokenizer-init", "--tp", "1"),
     *("--kv-cache-dtype", "bfloat16", "--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"),
-    *("--cuda-graph-bs-decode", "1", str(len(CONTEXTS)), "--disable-prefill-cuda-graph", "--disable-radix-cache"),
+    *("--cuda-graph-bs-decode", *map(str, WIDTHS), "--disable-prefill-cuda-graph", "--disable-radix-cache"),
     *("--max-running-requests", "8", "--max-mamba-cache-size", "16", "--max-total-tokens", "16384"),
     *("--context-length", "8192", "--mem-fraction-static", "0.75", "--enable-amd-monokernel"),
 )
@@ -145,13 +152,32 @@ def only(walked: Walk, row: int) -> Walk:
 
 
 def outcome(runner: BenchRunner, pools: Pools, tokens: torch.Tensor, contexts: Sequence[int]) -> Outcome:
-    """Walk three times, and compare. tokens: [steps, rows] int64; contexts: of the rows, before the first step."""
+    """Walk three times, and compare.
+
+    Args:
+        tokens: [steps, rows] int64.
+        contexts: of the rows, before the first step.
+
+    Raises:
+        BenchError: the kernel did not run every step of its own walk, or ran some of SGLang's.
+    """
     before, longest = copies(pools), max(contexts) + len(tokens)
-    expected = walk(runner, SGLANG, pools, before, tokens, contexts, longest)
-    found = walk(runner, MONOKERNEL, pools, before, tokens, contexts, longest)
+    with expect_launches(runner.built, 0):
+        expected = walk(runner, SGLANG, pools, before, tokens, contexts, longest)
+    with expect_launches(runner.built, len(tokens)):
+        found = walk(runner, MONOKERNEL, pools, before, tokens, contexts, longest)
     # the first request stands in the same places of the pools alone as in the batch
     alone = walk(runner, SGLANG, pools, before, tokens[:, :1].contiguous(), contexts[:1], longest)
     return Outcome(apart(found, expected), apart(alone, only(expected, 0)))
+
+
+def out_of_place(runner: BenchRunner) -> dict[int, list[str]]:
+    """What `misplaced` finds in the kernel's graph of each captured width."""
+    found, own = (
+        {key.size: nodes(graph) for key, graph in runner._arms[arm].graphs.backend._graphs.items()}
+        for arm in (MONOKERNEL, SGLANG)
+    )
+    return {rows: misplaced(found[rows], own[rows], monokernel.__name__) for rows in found}
 
 
 def _by_row(found: Walk, expected: Walk, name: str) -> tuple[Any, Any]:
@@ -166,9 +192,8 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def main(layers: int, experts: int, seed: int) -> None:
     """Draw, start, walk, and print the outcome."""
-    from glm53_mono.cli.bench_measure import fill_pools
+    from glm53_mono.checkpoint.config import model_config
     from glm53_mono.cli.checkpoint import checkpoint_tensors
-    from glm53_mono.cli.checkpoint_config import model_config
 
     config = model_config(layers, experts, "full", mtp=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -176,8 +201,9 @@ def main(layers: int, experts: int, seed: int) -> None:
         server = bench_runner.resolve(["--model-path", folder, *SERVER])
         draw = lambda: checkpoint_tensors(config, seed, "cuda")
         with torch.no_grad():
-            runner = bench_runner.start(server, draw, lambda what: print(what, file=sys.stderr, flush=True))
-            runner.capture_own_forward()
+            with kept_graphs():
+                runner = bench_runner.start(server, draw, lambda what: print(what, file=sys.stderr, flush=True))
+                runner.capture_own_forward()
             generator = torch.Generator("cuda").manual_seed(seed)
             geometry = Geometry.from_config(runner.hf_config, 1)
             with runner.context(SGLANG):
@@ -185,7 +211,8 @@ def main(layers: int, experts: int, seed: int) -> None:
             fill_pools(pools, geometry, generator)
             shape = (STEPS, len(CONTEXTS))
             tokens = torch.randint(geometry.vocab, shape, generator=generator, device="cuda")
-            print(json.dumps(asdict(outcome(runner, pools, tokens, CONTEXTS))))
+            apart_by = asdict(outcome(runner, pools, tokens, CONTEXTS))
+            print(json.dumps(apart_by | {"out of place": out_of_place(runner)}))
 
 
 if __name__ == "__main__":

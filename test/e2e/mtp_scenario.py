@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from test.e2e.server import Answer, Generation, Server
+from test.e2e.server import Answer, Generation, Server, grown
 
 LONG = 2000
 """Tokens over which a state would drift if it did."""
@@ -106,11 +106,6 @@ def run(server: Server, plan: Plan, *, at_once: int, counts: bool) -> Results:
         grown(after, before),
         server.log,
     )
-
-
-def grown(after: dict[tuple[str, str], int], before: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """The counts that have changed, by how much."""
-    return {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
 
 
 def watched_answers(server: Server, plan: Plan) -> list[Answer]:

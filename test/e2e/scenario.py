@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from test.e2e.server import Answer, Generation, Server
+from test.e2e.server import Answer, Generation, Server, grown
 
 FORCED_STEPS = 256
 """Steps over which a difference would have to grow if it grew."""
 
 LENGTHS = (1, 5, 250, 2000)
 """Prompt tokens: the start, a page's end and the border of selection (2,052) are crossed while decoding."""
+
+FEWEST_FORCED_STEPS = (FORCED_STEPS - 1) * (1 + len(LENGTHS))
+"""Decode steps of the forced requests if all those together share each step; prefill makes each one's first token."""
 
 TRACK_INTERVAL = 256
 """Tokens between two states that SGLang keeps for the prefix cache (--mamba-track-interval)."""
@@ -46,6 +49,7 @@ class Results:
         greedy: `Plan.greedy` in one batch.
         turns: the session's turns, all but the first with their history before them.
         passing: `Plan.passing`.
+        steps: of the whole plan, by path and reason; empty without the kernel.
         log: what the server had printed.
     """
 
@@ -54,6 +58,7 @@ class Results:
     greedy: list[Answer]
     turns: list[Answer]
     passing: list[Answer]
+    steps: dict[tuple[str, str], int]
     log: str
 
 
@@ -75,8 +80,13 @@ def draw(seed: int, vocab: int) -> Plan:
     )
 
 
-def run(server: Server, plan: Plan) -> Results:
-    """Run the plan on a server."""
+def run(server: Server, plan: Plan, *, counts: bool) -> Results:
+    """Run the plan on a server.
+
+    Args:
+        counts: whether the server has the kernel's metrics.
+    """
+    before = server.steps() if counts else {}
     for generation in plan.forced:
         # Once without hidden states: those of a long prompt are a hundred megabytes, those of a cached one are not.
         server.generate(Generation(generation.prompt, 1))
@@ -89,4 +99,5 @@ def run(server: Server, plan: Plan) -> Results:
         turns.append(server.generate(Generation(history, len(answer), answer, hidden=True)))
         history += answer
     passing = server.generate_in_turn(plan.passing, plan.aborted)
-    return Results(together, alone, greedy, turns, passing, server.log)
+    steps = grown(server.steps(), before) if counts else {}
+    return Results(together, alone, greedy, turns, passing, steps, server.log)

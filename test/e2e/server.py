@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+import torch
 
 START_S = 900.0
 """Seconds until a server must answer; the first start on a machine compiles SGLang's kernels for minutes."""
@@ -38,12 +39,16 @@ PLAIN = (
     *("--max-total-tokens", "65536", "--max-mamba-cache-size", "96"),
     *("--chunked-prefill-size", "512", "--disable-prefill-cuda-graph"),
     *("--enable-return-hidden-states", "--enable-custom-logit-processor"),
+    # AITER would shuffle the experts' weights
+    *(("--moe-runner-backend", "triton") if torch.version.hip else ()),
 )
 """Arguments that all arms share. Radix cache and overlapped scheduling are on, as users have them; prompts of more than
 512 tokens are prefilled in chunks between decode steps. Graphs of prefill would take minutes to capture."""
 
 MONOKERNEL = ("--monokernel-backend", "amd")
 
+COUNTED = (*MONOKERNEL, "--enable-metrics")
+"""The kernel in a server whose steps `Server.steps` counts."""
 
 FORCED = json.dumps({"callable": b"cforced_tokens\nForced\n.".hex()})
 """`forced_tokens.Forced` as a server takes it: a pickled reference (sampling/custom_logit_processor.py: from_str)."""
@@ -214,6 +219,11 @@ def running(
         yield server
     finally:
         _stop(process)
+
+
+def grown(after: dict[tuple[str, str], int], before: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    """The counts that have changed, by how much."""
+    return {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
 
 
 def _answer(reply: dict[str, Any]) -> Answer:

@@ -17,17 +17,16 @@ from test.e2e import likely_drafts, mtp_scenario
 from test.e2e.compare import compare_greedy, decoded
 from test.e2e.conftest import head_of
 from test.e2e.mtp_scenario import AT_ONCE, Plan, Results, accept_length, verify_steps, watched_answers
-from test.e2e.server import MONOKERNEL, Answer, running
+from test.e2e.server import COUNTED, MONOKERNEL, Answer, running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 LAYERS, EXPERTS = 8, 16
-ON = (*MONOKERNEL, "--enable-metrics")
 
 ARMS = {
-    "every size captured": (*ON,),
-    "padded requests": (*ON, "--cuda-graph-bs-decode", "2", "8"),
-    "no graphs": (*ON, "--disable-cuda-graph"),
+    "every size captured": (*COUNTED,),
+    "padded requests": (*COUNTED, "--cuda-graph-bs-decode", "2", "8"),
+    "no graphs": (*COUNTED, "--disable-cuda-graph"),
 }
 """Arguments of the MTP3 arms that run the kernel."""
 
@@ -114,7 +113,7 @@ def off5(arm: Arm) -> Results:
 @pytest.fixture(scope="session")
 def on5(off5: Results, arm: Arm) -> Results:
     """The kernel, MTP5."""
-    return arm("mtp5-on", *drafting(5), *ON, at_once=1)
+    return arm("mtp5-on", *drafting(5), *COUNTED, at_once=1)
 
 
 @pytest.fixture(scope="session")

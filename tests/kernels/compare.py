@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
+from glm53_mono.kernels.record import Kind
 from glm53_mono.numerics import BOUNDS, Distance, distance
 from glm53_mono.program.launch import Launch
-from glm53_mono.program.record import Kind
 from glm53_mono.reference import dense, head, index_cache, indexer, kda, mhc, mla, moe, numerics
 from glm53_mono.reference.norm import rms_norm
 from glm53_mono.reference.state import PADDED_LOCATION, Caches, StepInputs

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from glm53_mono.fault_watch import HostRecord
+from glm53_mono.fault_watch import POLL_S, HostRecord, Watch
 from glm53_mono.kernels import sync
 from glm53_mono.reference.state import Caches, StepInputs
 from tests.kernels import rig
@@ -107,7 +109,12 @@ def digest(hidden: torch.Tensor, caches: Caches) -> str:
 
 
 def main(name: str) -> None:
-    """Runs one step; on a fault, says what the launch left in host memory before the process dies of it."""
+    """Runs one step under a server's watch, which says on stderr what a faulting launch left in host memory.
+
+    CUDA reports a fault to the next call, ROCm may end the process by itself: only a thread that calls no device can
+    speak on both.
+    """
+    logging.basicConfig()
     run = RUNS[name]
     model = full_model(fused=run.fused)
     caches, inputs = full_step(
@@ -117,13 +124,12 @@ def main(name: str) -> None:
     if run.withholds:
         launch.deadline_s = 0.2
         launch.view("words")[sync.ARRIVED.value] = -1
+    Watch(HostRecord(launch.host_record), launch.phases, 0, launch.deadline_s, lambda: "", lambda: None).start()
     try:
         hidden = rig.run_step(launch, caches, inputs)
         torch.cuda.synchronize()
     except RuntimeError:
-        fault = HostRecord(launch.host_record).fault()
-        if fault is not None:
-            print(json.dumps(asdict(fault) | {"kind": launch.phases[fault.phase].kind.name}), flush=True)
+        time.sleep(10 * POLL_S)  # the watch looks that often, and ends with the process
         raise
     live = len(run.lengths) * run.tokens
     print(json.dumps({"digest": digest(hidden[:live], caches), "finite": bool(hidden[:live].isfinite().all())}))

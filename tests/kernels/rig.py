@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from glm53_mono.checkpoint.config import Scale, checkpoint_geometry, model_config, order_layers
+from glm53_mono.checkpoint.tensors import TensorSpec, tensor_table
 from glm53_mono.cli.checkpoint import draw_tensor
-from glm53_mono.cli.checkpoint_config import Scale, checkpoint_geometry, model_config, order_layers
-from glm53_mono.cli.tensors import TensorSpec, tensor_table
+from glm53_mono.cli.from_reference import pools_of, step_of
 from glm53_mono.geometry import Geometry
-from glm53_mono.program.from_reference import pools_of, step_of
 from glm53_mono.program.launch import Launch, Variant
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS, Tiling

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from glm53_mono.kernels import indexer, kda, mhc, mla, moe, monokernel
 from glm53_mono.kernels.memory import private, region
-from glm53_mono.program.record import Word
+from glm53_mono.kernels.record import Word
 from tests.kernels.rig import ONE_KDA, ONE_MLA, Pattern
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +11,7 @@ from glm53_mono.bindings import Unused, empty_step
 from glm53_mono.fault_watch import HostRecord
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors, monokernel
 from glm53_mono.program.launch import Launch
+from test.e2e.graph_nodes import nodes
 from tests.kernels import rig
 
 pytestmark = pytest.mark.gpu
@@ -19,8 +19,6 @@ pytestmark = pytest.mark.gpu
 REPLAYS = 100
 MAX_TOKENS = 512
 LENGTHS = (1, 5, 258, 300, 31, 256, 64, 2)
-KERNEL_NODE = 0
-"""CU_GRAPH_NODE_TYPE_KERNEL, and hipGraphNodeTypeKernel."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +54,6 @@ def compiled_kernels() -> int:
     return len(kernels)
 
 
-def node_types(graph: torch.cuda.CUDAGraph) -> list[int]:
-    """The types of a captured graph's nodes, asked of the driver."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(0)
-    assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
-    nodes = (ctypes.c_void_p * count.value)()
-    assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
-    types = []
-    for node in nodes:
-        kind = ctypes.c_int(-1)
-        assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
-        types.append(kind.value)
-    return types
-
-
 def captured(prepared: Prepared, output: torch.Tensor, *, with_copy: bool = False) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -87,10 +70,10 @@ def test_no_width_compiles_and_a_graph_holds_one_kernel(model: rig.Model, seed: 
     first.launch.run(*empty_step(Unused.on(torch.device("cuda"))), first.hidden(), 0, 0)
     built = compiled_kernels()
     for prepared in steps:
-        assert node_types(captured(prepared, prepared.hidden())) == [KERNEL_NODE]
+        assert nodes(captured(prepared, prepared.hidden())) == [monokernel.__name__]
     assert compiled_kernels() == built
     # Negative control: a copy beside the launch is seen.
-    assert len(node_types(captured(first, first.hidden(), with_copy=True))) == 2
+    assert len(nodes(captured(first, first.hidden(), with_copy=True))) == 2
 
 
 def test_replays_are_the_eager_launch_and_are_counted(model: rig.Model, seed: int) -> None:

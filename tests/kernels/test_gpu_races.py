@@ -17,14 +17,15 @@ from tests.kernels.compare import bits
 from tests.kernels.delays import late_starts
 from tests.kernels.full_width import DEVICE, full_step
 from tests.kernels.in_place import delays_of_rolling_kernel
-from tests.kernels.rig import Model
+from tests.kernels.rig import ISAS, Model
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS, TOKENS = [2046, 4093], 4
 """Eight rows, the border of selection and of a page among them."""
 
-PROGRAMS = TILINGS["sm_90"].programs
+TILING = TILINGS[ISAS["hip" if torch.version.hip else "cuda"]]
+PROGRAMS = TILING.programs
 FEW = 7
 """Programs that share every phase's tasks instead: many tasks each, and all of them resident anywhere."""
 
@@ -52,9 +53,7 @@ def verified(
         starts: what makes a kernel start late.
     """
     caches, inputs = full_step(model, LENGTHS, seed, tokens=TOKENS, verify=True)
-    launch = rig.prepare_launch(
-        model, caches, inputs, backend="cuda", tiling=replace(TILINGS["sm_90"], programs=programs)
-    )
+    launch = rig.prepare_launch(model, caches, inputs, backend="cuda", tiling=replace(TILING, programs=programs))
     hidden = torch.full((inputs.rows, model.geometry.hidden), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     step = rig.step_of(inputs, rig.pools_of(caches))
     with nullcontext() if delays is None else starts(delays.to(DEVICE)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glm53_mono.kernels import indexer, monokernel
-from glm53_mono.program.record import Kind
+from glm53_mono.kernels.record import Kind
 from glm53_mono.reference.indexer import best_pools
 from tests.kernels import rig
 from tests.kernels.compare import bits, compare_step

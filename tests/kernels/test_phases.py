@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from glm53_mono.kernels import kda
+from glm53_mono.kernels.record import Kind
 from glm53_mono.program.launch import Launch
 from glm53_mono.program.phase import Access, Phase
-from glm53_mono.program.record import Kind
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.reference.state import Caches, StepInputs
 from tests.kernels import rig
@@ -193,3 +193,4 @@ def test_a_program_outside_its_share_is_found(model: Model, monkeypatch: pytest.
         if phase.kind == Kind.KDA_OUTPUT:
             assert any(line.startswith("tile") for line in accesses.trespasses())
             return
+    pytest.fail("the step has no KDA_OUTPUT phase")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +18,14 @@ context.prepare_environment()
 
 from glm53_mono import runtime
 from glm53_mono.bindings import bind_pools
+from glm53_mono.checkpoint.config import checkpoint_geometry
 from glm53_mono.cli import bench_measure
 from glm53_mono.cli.bench_report import Point, Timing
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry
+from glm53_mono.kernels import sync
+from glm53_mono.kernels.record import Kind
 from glm53_mono.numerics import BOUNDS
-from glm53_mono.program.record import Kind
+from glm53_mono.program.launch import Launch
 from glm53_mono.spec import SPEC
 from glm53_mono.upstream import bench_runner
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG, BenchError, BenchRunner
@@ -31,7 +33,7 @@ from glm53_mono.upstream.model import step_weights
 from glm53_mono.upstream.monokernel import BuildContext, ShapeKey
 from glm53_mono.upstream.running import served_step
 from glm53_mono.upstream.step import attention_backends
-from test.e2e.forced_steps import apart, copies, walk
+from test.e2e.forced_steps import apart, copies, outcome, walk
 from tests.oracle.sglang_cpu.context import PAGE_TOKENS
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
@@ -44,11 +46,16 @@ REQUESTS, PAGES, MAX_CONTEXT = 4, 8, 1024
 
 
 class NoGraphs:
-    """Stands for an arm's captured graphs: it counts replays."""
+    """Stands for an arm's captured graphs: it counts replays.
+
+    Args:
+        launched: called at each, as a device does where the kernel is in the graph.
+    """
 
     capture_bs = (1, 3, REQUESTS)
 
-    def __init__(self) -> None:
+    def __init__(self, launched: Callable[[], None] = lambda: None) -> None:
+        self.launched = launched
         self.bs = 0
         self.replayed: list[tuple[object, int]] = []
         self._replay_graph_key: object = None
@@ -56,6 +63,12 @@ class NoGraphs:
 
     def replay(self, key: object, batch: Any) -> None:
         self.replayed.append((key, batch.batch_size))
+        self.launched()
+
+
+def count_launch(built: runtime.Runtime) -> None:
+    """One launch more in the host record, where a GPU counts its launches and the interpreter does not."""
+    built.launch.host_record.view(torch.int64)[sync.SERVED.value // 2] += 1
 
 
 @pytest.fixture(scope="module")
@@ -190,16 +203,20 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
         graphs = runner.decode_cuda_graph_runner
         graphs.bs = next(size for size in graphs.capture_bs if size >= batch.batch_size)
         graphs._replay_graph_key = ("key", graphs.bs)
+        graphs.launched()
         return SimpleNamespace(can_run_graph=True, logits_output=None)
 
     def times_of(replays: Any, steps: int) -> dict[str, Timing]:
         for replay in replays.values():
-            replay()
+            for _ in range(bench_measure.WARM_UPS + steps):
+                replay()
         return {name: Timing.of([float(steps)] * steps) for name in replays}
 
     monkeypatch.setattr(runner, "forward", forward)
     monkeypatch.setattr(bench_measure, "times_of", times_of)
-    monkeypatch.setattr(bench_measure, "graph_of", lambda run: lambda: None)
+    launched = lambda: count_launch(bench.built)
+    monkeypatch.setattr(bench_measure, "graph_of", lambda run: launched)
+    bench._arms[MONOKERNEL] = replace(bench._arms[MONOKERNEL], graphs=NoGraphs(launched))
     bench._arms[SGLANG] = replace(bench._arms[MONOKERNEL], graphs=NoGraphs())
     shape = {"weights": step_weights(bench.model, GEOMETRY), "geometry": GEOMETRY, "context": 300, "steps": 4}
 
@@ -207,9 +224,10 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
         generator = torch.Generator().manual_seed(seed)
         return bench_measure.measure_point(bench, arms, **shape, rows=rows, launch=launch, generator=generator)
 
-    point = measured((MONOKERNEL, SGLANG), 1, True)
+    point, replays = measured((MONOKERNEL, SGLANG), 1, True), bench_measure.WARM_UPS + 4
     assert {name: timing.median_ms for name, timing in point.arms.items()} == {MONOKERNEL: 4.0, SGLANG: 4.0}
-    assert [arm.graphs.replayed for arm in bench._arms.values()] == [[(("key", 1), 1)]] * 2
+    assert [arm.graphs.replayed for arm in bench._arms.values()] == [[(("key", 1), 1)] * replays] * 2
+    assert point.launched.served == 2 * replays, "in the step's graph, and alone"
     assert point.ratio == 1.0
     assert point.launched.distinct_experts == (GEOMETRY.experts_per_token,) * (GEOMETRY.layers - GEOMETRY.dense_layers)
     assert point.launched.bytes.index_keys > 0, "300 tokens are more than are selected"
@@ -218,7 +236,13 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
     assert alone.launched is None and alone.ratio is None and list(alone.arms) == [SGLANG]
     with pytest.raises(BenchError, match=r"2 rows have no graph of their own; captured: \(1, 3, 4\)"):
         measured((SGLANG,), 2, False)
-    runner.decode_cuda_graph_runner = bench._arms[MONOKERNEL].graphs
+    bench._arms[MONOKERNEL].graphs.launched = lambda: None
+    with pytest.raises(BenchError, match="the kernel ran 0 of 1 steps"):
+        measured((MONOKERNEL, SGLANG), 1, True)
+    bench._arms[MONOKERNEL].graphs.launched = launched
+    monkeypatch.setattr(bench_measure, "graph_of", lambda run: lambda: None)
+    with pytest.raises(BenchError, match=f"the kernel ran {replays} of {2 * replays} steps"):
+        measured((MONOKERNEL, SGLANG), 1, True)
 
 
 def test_barriers_are_one_less_than_the_phases_that_run(bench: BenchRunner) -> None:
@@ -296,10 +320,12 @@ def test_drawn_weights_pass_through_the_dummy_loader(
     assert not torch.equal(plain["lm_head.weight"], own["lm_head.weight"])
 
 
-def test_forced_steps_find_a_forward_that_is_off(
-    bench: BenchRunner, served: SglangModel, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """The comparison that the GPU tests run for 256 steps: within bounds as it is, beyond them with a bug."""
+Forwards = dict[str, Callable[..., Any]]
+
+
+@pytest.fixture
+def forwards(bench: BenchRunner, served: SglangModel, monkeypatch: pytest.MonkeyPatch) -> Forwards:
+    """What each arm runs in the place of its graphs; to be changed. Whole launches are counted as on a GPU."""
     runner, dispatch = served.runner, served.model.forward
     graphs = {MONOKERNEL: NoGraphs(), SGLANG: NoGraphs()}
     forwards = {MONOKERNEL: dispatch, SGLANG: dispatch.__wrapped__}
@@ -314,7 +340,22 @@ def test_forced_steps_find_a_forward_that_is_off(
             logits = forwards[arm](batch.input_ids, batch.positions, batch)
         return SimpleNamespace(can_run_graph=True, logits_output=logits)
 
+    right = Launch.run_by_phase
+
+    def counted(launch: Launch, *arguments: Any) -> None:
+        right(launch, *arguments)
+        count_launch(bench.built)
+
+    monkeypatch.setattr(Launch, "run_by_phase", counted)
     monkeypatch.setattr(runner, "forward", forward)
+    return forwards
+
+
+def test_forced_steps_find_a_forward_that_is_off(
+    bench: BenchRunner, served: SglangModel, forwards: Forwards, seed: int
+) -> None:
+    """The comparison that the GPU tests run for 256 steps: within bounds as it is, beyond them with a bug."""
+    dispatch = served.model.forward
     contexts, longest = (254, 300), 302
     tokens = torch.randint(GEOMETRY.vocab, (2, 2), generator=torch.Generator().manual_seed(seed))
     with bench.context(MONOKERNEL):
@@ -334,3 +375,19 @@ def test_forced_steps_find_a_forward_that_is_off(
     wrong = apart(walk(bench, MONOKERNEL, pools, before, tokens, contexts, longest), expected)
     assert min(wrong.logits) > 10 * BOUNDS["step", "logits"].rel, wrong
     assert min(wrong.state) > 1e-2 and min(wrong.windows) > 1e-1, wrong
+
+
+def test_forced_steps_are_the_kernels(bench: BenchRunner, forwards: Forwards, seed: int) -> None:
+    """Every step of its own walk and none of SGLang's: outputs that agree would not tell."""
+    contexts = (9, 14)
+    tokens = torch.randint(GEOMETRY.vocab, (2, 2), generator=torch.Generator().manual_seed(seed))
+    with bench.context(MONOKERNEL):
+        pools = bind_pools(attention_backends(), GEOMETRY, served_step())
+    assert len(outcome(bench, pools, tokens, contexts).kernel.logits) == 2
+    kernels, sglangs = forwards[MONOKERNEL], forwards[SGLANG]
+    forwards[MONOKERNEL] = sglangs
+    with pytest.raises(BenchError, match="the kernel ran 0 of 2 steps"):
+        outcome(bench, pools, tokens, contexts)
+    forwards[SGLANG] = kernels
+    with pytest.raises(BenchError, match="the kernel ran 2 of 0 steps"):
+        outcome(bench, pools, tokens, contexts)

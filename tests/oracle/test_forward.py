@@ -14,8 +14,8 @@ from tests.oracle.sglang_cpu import context
 
 context.prepare_environment()
 
+from glm53_mono.checkpoint.config import checkpoint_geometry
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry
 from glm53_mono.cli.parts import Scores, compare_caches, compare_steps
 from glm53_mono.cli.reference_runner import ReferenceRunner
 from glm53_mono.numerics import Distance

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.reference import index_cache, indexer, numerics
 from glm53_mono.reference.index_cache import KeyLayout
 from glm53_mono.reference.state import Caches, StepInputs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.reference import mhc, norm
 from glm53_mono.weights.model import MhcWeights
 from tests.oracle.ops import Draw, SeededBug, assert_same_bits, assert_same_roundings, assert_within, bug_cases

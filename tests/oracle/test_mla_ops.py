@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.reference import mla
 from tests.oracle.ops import Draw, SeededBug, assert_same_roundings, assert_within, bug_cases
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.reference import dense, moe
 from glm53_mono.reference.weights import fuse_shared_expert
 from glm53_mono.weights.model import DenseWeights, MoeWeights

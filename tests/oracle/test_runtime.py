@@ -17,8 +17,8 @@ from tests.oracle.sglang_cpu import context
 context.prepare_environment()
 
 from glm53_mono import bindings, runtime
+from glm53_mono.checkpoint.config import checkpoint_geometry
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry
 from glm53_mono.reference.state import Caches
 from glm53_mono.upstream.running import ServedStep
 from glm53_mono.upstream.tensors import UpstreamError

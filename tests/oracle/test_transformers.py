@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.cli.checkpoint import checkpoint_tensors, write_checkpoint
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference import head, indexer, kda, mhc, mla, moe
 from glm53_mono.reference.state import StepInputs

@@ -16,8 +16,8 @@ from tests.oracle.sglang_cpu import context
 
 context.prepare_environment()
 
+from glm53_mono.checkpoint.config import checkpoint_geometry
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry
 from glm53_mono.upstream.hooks import DRAFT_REPLAYS, FORWARD, SeenStep, watch_steps
 from glm53_mono.upstream.model import (
     embedding_shard,

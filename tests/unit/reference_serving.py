@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from glm53_mono.checkpoint.config import Scale, checkpoint_geometry, model_config, order_layers
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import Scale, checkpoint_geometry, model_config, order_layers
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference.state import PADDED_LOCATION, PADDED_SLOT, Caches, Mode, StepInputs
 from glm53_mono.reference.weights import from_checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from glm53_mono.cli.checkpoint_config import model_config
+from glm53_mono.checkpoint.config import model_config
 from glm53_mono.refusals import REFUSALS
 from glm53_mono.upstream import launch
 

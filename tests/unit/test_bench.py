@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from glm53_mono.checkpoint.config import model_config
 from glm53_mono.cli import bench as module
 from glm53_mono.cli.bench import Only, OptionError, Options, arms_of, drawn_weights, parse_options, shapes_of
 from glm53_mono.cli.bench_report import Barriers, Launched, Point, Report, Timing
-from glm53_mono.cli.checkpoint_config import model_config
 from glm53_mono.cli.main import app
 from glm53_mono.cli.step_bytes import StepBytes
 from glm53_mono.upstream import bench_runner
@@ -170,7 +170,7 @@ def test_a_server_that_can_be_measured_is_resolved(
 # The report
 
 BYTES = StepBytes(weights=3 * 10**9, experts=10**9, embedding=0, latents=0, index_keys=0, state=0)
-LAUNCHED = Launched(Timing(2.0, 1.9, 2.1), Barriers(400, 0.5), (8, 7), BYTES)
+LAUNCHED = Launched(Timing(2.0, 1.9, 2.1), 106, Barriers(400, 0.5), (8, 7), BYTES)
 BOTH = Point(1, 1024, {MONOKERNEL: Timing(2.5, 2.4, 2.6), SGLANG: Timing(5.0, 4.9, 5.1)}, LAUNCHED)
 ALONE = Point(4, 8192, {SGLANG: Timing(6.0, 5.9, 6.1)}, None)
 
@@ -184,6 +184,7 @@ def test_a_point_as_numbers() -> None:
     found, alone = report(BOTH, ALONE).as_dict()["points"]
     assert found["sglang_over_monokernel"] == 2.0
     assert found["launch"]["copy_bandwidth_fraction"] == pytest.approx(0.5)
+    assert found["launch"]["served"] == 106
     assert found["arms"][MONOKERNEL]["copy_bandwidth_fraction"] == pytest.approx(0.5)
     assert found["arms"][SGLANG]["copy_bandwidth_fraction"] == pytest.approx(0.25)
     assert found["step_bytes"]["total"] == 4 * 10**9

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from glm53_mono.checkpoint.config import SCALES, ConfigError, checkpoint_geometry, model_config
+from glm53_mono.checkpoint.tensors import TensorSpec, tensor_table
+from glm53_mono.checkpoint.tokenizer import EOS_TOKENS, HIDDEN_TOKENS, SHOWN_TOKENS, build_tokenizer, special_token_id
 from glm53_mono.cli import checkpoint as checkpoint_module
 from glm53_mono.cli.checkpoint import CheckpointError, checkpoint_tensors, draw_tensor, write_checkpoint
-from glm53_mono.cli.checkpoint_config import SCALES, ConfigError, checkpoint_geometry, model_config
 from glm53_mono.cli.main import app
-from glm53_mono.cli.tensors import TensorSpec, tensor_table
-from glm53_mono.cli.tokenizer import EOS_TOKENS, HIDDEN_TOKENS, SHOWN_TOKENS, build_tokenizer, special_token_id
 from glm53_mono.geometry import GeometryError
 
 LAYERS = 5

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from glm53_mono.cli.checkpoint_config import model_config
+from glm53_mono.checkpoint.config import model_config
 from glm53_mono.geometry import LINEAR_STRUCTURE, STRUCTURE, TP_SIZES, Geometry, GeometryError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from glm53_mono.checkpoint.config import model_config
 from glm53_mono.cli.checkpoint import write_checkpoint
-from glm53_mono.cli.checkpoint_config import model_config
 from test.e2e import likely_drafts
 
 

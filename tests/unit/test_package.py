@@ -257,10 +257,22 @@ def test_readme_links_lead_somewhere(tmp_path: Path) -> None:
     assert missing_links("[a](gone.py) [b](https://example.org) [c](README.md#tests)", ROOT) == ["gone.py"]
 
 
+def parts_without_link(text: str, package: Path) -> set[str]:
+    """Files and folders of a package that no link of a Markdown text leads to."""
+    parts = {path.name for path in package.iterdir()} - {"__init__.py", "__pycache__"}
+    return parts - set(re.findall(rf"\]\({package.name}/([^/)#]+)", text))
+
+
 def test_readme_tells_the_role_of_every_part() -> None:
-    reading = section(README, "Where to start reading")
-    parts = [path for path in PACKAGE.iterdir() if path.name not in {"__init__.py", "__pycache__"}]
-    assert [path.name for path in parts if f"{path.name}" not in reading] == []
+    assert parts_without_link(section(README, "Where to start reading"), PACKAGE) == set()
+
+
+def test_a_part_that_is_only_mentioned_is_noticed(tmp_path: Path) -> None:
+    package = tmp_path / "some_package"
+    for part in ("isa", "cli"):
+        (package / part).mkdir(parents=True)
+    text = "[some_package/cli/](some_package/cli/main.py) names an isa, and [isa](other_package/isa/), some_package/isa"
+    assert parts_without_link(text, package) == {"isa"}
 
 
 def commands(text: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.geometry import Geometry
 from glm53_mono.reference import dense, indexer, kda, mhc, mla, moe, norm, numerics
 from glm53_mono.reference.state import Caches

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.reference.weights import (
     PREFIX,
     CheckpointError,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from glm53_mono.cli.checkpoint_config import model_config
+from glm53_mono.checkpoint.config import model_config
 from glm53_mono.cli.main import app
 from glm53_mono.cli.roofline import ASSUMPTIONS, BITS, DEVICES, Prediction, distinct_experts, predict
 

@@ -18,14 +18,14 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from glm53_mono import fault_watch
 from glm53_mono.bindings import Unused, bind_step, check_context, empty_step
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.counters import Fallbacks, shown
 from glm53_mono.fault_watch import Fault, HostRecord, Watch
 from glm53_mono.geometry import MAX_ROWS
 from glm53_mono.kernels import sync
 from glm53_mono.kernels.monokernel import UNSPECIALIZED, StepSizes, StepTensors, monokernel
+from glm53_mono.kernels.record import Kind
 from glm53_mono.program.phase import Access, Phase
-from glm53_mono.program.record import Kind
 from glm53_mono.upstream import model as upstream
 from glm53_mono.upstream.hooks import SeenStep
 from glm53_mono.upstream.running import ServedStep

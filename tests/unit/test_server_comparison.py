@@ -1,4 +1,4 @@
-"""What the GPU tests make of two servers' answers: rows, growth, near-ties, continuations, and mistakes in each."""
+"""What the GPU tests make of servers' answers, steps and graphs, and the mistakes that they must find in each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from test.e2e.compare import FLIP, compare, compare_greedy, compare_rows, decoded
-from test.e2e.server import Answer
+from glm53_mono.metrics import FALLBACK, KERNEL
+from test.e2e.compare import FLIP, MOST_FLIPS, OWN_NOISE, compare, compare_greedy, compare_rows, decoded
+from test.e2e.graph_nodes import misplaced
+from test.e2e.scenario import FEWEST_FORCED_STEPS
+from test.e2e.server import Answer, grown
 from test.e2e.test_glm53_flash_server import (
-    MOST_FLIPS,
     NEAR_TIE,
-    OWN_NOISE,
     assert_close,
     assert_same_continuations,
+    assert_served,
 )
 
 STEPS, HIDDEN, VOCAB = 64, 48, 80
@@ -44,7 +46,7 @@ def answer(states: torch.Tensor | None = None, tokens: int = 0, **changes: objec
     """An answer with hidden states as a server sends them, the prompt's in a list of their own, and `tokens` tokens."""
     hidden = [] if states is None else [[[9.0] * HIDDEN] * 3, *states.tolist()]
     likely = [-0.1 * (1 + place % 5) for place in range(tokens)]
-    plain = Answer(list(range(tokens)), 0, hidden, likely, [1.0 + place for place in range(tokens)])
+    plain = Answer(list(range(tokens)), 0, hidden, likely, [1.0 + place for place in range(tokens)], 0)
     return replace(plain, **changes)
 
 
@@ -192,3 +194,62 @@ def test_shifted_log_probabilities_are_found() -> None:
 def test_a_continuation_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         compare_greedy(answer(tokens=11), answer(tokens=12))
+
+
+SERVED = {(KERNEL, ""): FEWEST_FORCED_STEPS, (FALLBACK, "extend"): 30}
+"""Steps of a server by path and reason, as few as there may be."""
+
+
+def test_steps_that_the_kernel_served() -> None:
+    assert_served(SERVED, FEWEST_FORCED_STEPS)
+
+
+def test_steps_that_have_grown() -> None:
+    before, after = {("a", ""): 2, ("b", ""): 3}, {("a", ""): 5, ("b", ""): 3, ("c", ""): 1}
+    assert grown(after, before) == {("a", ""): 3, ("c", ""): 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({}, id="nothing counted"),
+        pytest.param({(FALLBACK, "extend"): 30}, id="no kernel"),
+        pytest.param(SERVED | {(KERNEL, ""): FEWEST_FORCED_STEPS - 1}, id="a step too few"),
+        pytest.param(SERVED | {(FALLBACK, "4 rows"): 1}, id="a width left out"),
+        pytest.param(SERVED | {(FALLBACK, "input embeddings"): 1}, id="a request left out"),
+        pytest.param({(KERNEL, ""): FEWEST_FORCED_STEPS}, id="fallbacks not counted"),
+    ],
+)
+def test_steps_that_the_kernel_did_not_serve(wrong: dict[tuple[str, str], int]) -> None:
+    with pytest.raises(AssertionError):
+        assert_served(wrong, FEWEST_FORCED_STEPS)
+
+
+OWN_GRAPH = ["memcpy", "lengths", "event", "embed", "mix", "memset", "norm", "gemm", "cast"]
+"""Nodes of SGLang's own graph: three of metadata, a forward of four, two of the head."""
+
+
+def test_a_graph_with_the_kernel_in_the_forwards_place() -> None:
+    assert misplaced(["memcpy", "lengths", "event", "ours", "gemm", "cast"], OWN_GRAPH, "ours") == []
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (OWN_GRAPH, "0 nodes of ours"),
+        (["lengths", "ours", "ours", "gemm", "cast"], "2 nodes of ours"),
+        (["memcpy", "lengths", "event", "memset", "ours", "gemm", "cast"], "before it"),
+        (["memcpy", "lengths", "event", "ours", "memcpy", "gemm", "cast"], "behind it"),
+        (["memcpy", "lengths", "event", "ours"], "no LogitsProcessor"),
+    ],
+)
+def test_a_graph_with_more_or_less_than_that(found: list[str], sentence: str) -> None:
+    (line,) = misplaced(found, OWN_GRAPH, "ours")
+    assert sentence in line
+
+
+def test_a_graph_is_compared_with_one_that_has_a_forward() -> None:
+    (line,) = misplaced(["lengths", "ours", "cast"], ["lengths", "cast"], "ours")
+    assert "no forward in the 2 nodes" in line
+    (line,) = misplaced(["lengths", "ours", "cast"], ["lengths", "ours", "norm", "cast"], "ours")
+    assert "ours in SGLang's own graph" in line

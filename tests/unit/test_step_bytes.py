@@ -7,10 +7,10 @@ from math import prod
 
 import pytest
 
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
+from glm53_mono.checkpoint.tensors import tensor_table
 from glm53_mono.cli import step_bytes as module
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.cli.step_bytes import StepBytes, attended_tokens, scored_pools, step_bytes
-from glm53_mono.cli.tensors import tensor_table
 from glm53_mono.geometry import Geometry
 from glm53_mono.weights.bf16 import described
 from glm53_mono.weights.model import StepWeights

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry, model_config
 from glm53_mono.reference.weights import from_checkpoint
 from glm53_mono.weights import bf16
 from glm53_mono.weights.descriptor import Format, Layout, Matrix, WeightError

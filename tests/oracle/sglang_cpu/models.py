@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from glm53_mono.cli.checkpoint_config import SCALES, model_config, order_layers
+from glm53_mono.checkpoint.config import SCALES, model_config, order_layers
 
 KDA, DSA = "kda", "dsa"
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from glm53_mono.cli.tokenizer import EOS_TOKENS, PAD_TOKEN, special_token_id
-from glm53_mono.geometry import LINEAR_STRUCTURE, MOST_EXPERTS, MOST_LAYERS, STRUCTURE, Geometry
-from glm53_mono.plugin import ARCHITECTURE
+from glm53_mono.checkpoint.tokenizer import EOS_TOKENS, PAD_TOKEN, special_token_id
+from glm53_mono.geometry import ARCHITECTURE, LINEAR_STRUCTURE, MOST_EXPERTS, MOST_LAYERS, STRUCTURE, Geometry
 
 DSA_PERIOD = 4
 """The last layer of every so many is a DSA layer, the others are KDA (SGLang configs/glm5_next.py:200-205)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from glm53_mono.cli.checkpoint_config import checkpoint_geometry
+from glm53_mono.checkpoint.config import checkpoint_geometry
 from glm53_mono.geometry import Geometry
 
 PREFIX = "model.language_model."
@@ -40,7 +40,7 @@ def tensor_table(config: dict[str, Any]) -> list[TensorSpec]:
     """The tensors of a checkpoint in the order they are written.
 
     Args:
-        config: the contents of config.json, as `checkpoint_config.model_config` gives them; the MTP layer is listed
+        config: the contents of config.json, as `checkpoint.config.model_config` gives them; the MTP layer is listed
             when `num_nextn_predict_layers` is 1. Vision tensors are not: see `model_config`.
 
     Raises:
