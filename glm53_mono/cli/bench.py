@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +58,7 @@ class Options:
     randomise: bool | None
     seed: int
     json: Path | None
+    phases: bool = False
 
 
 def bench(
@@ -82,22 +83,33 @@ def bench(
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers there too, after each step shape.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Measure nothing: predict the steps of the published model on mi355x or h200.")
+    phases: Annotated[
+        bool, typer.Option("--phases", help="Tell where a launch's time goes; compiles the kernel once more.")
+    ] = False,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE", help="Measure nothing: predict the steps of the published model on mi355x or h200."
+        ),
     ] = None,
-    tp: Annotated[int, typer.Option(help="Ranks, with --model.")] = 1,
-    weights: Annotated[str, typer.Option(help="Weights, with --model: bf16, fp8 or mxfp4.")] = "bf16",
+    tp: Annotated[int | None, typer.Option(help="Ranks, with --predict; default 1.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Weights, with --predict: bf16, fp8 or mxfp4; default bf16.")
+    ] = None,
 ) -> None:
     """Measure decode steps: the monokernel against SGLang's own forward, both as CUDA graphs over one loaded model.
 
-    Starts no server: SGLang's model runner runs in this process, on the first visible GPU. With --model nothing runs:
+    Starts no server: SGLang's model runner runs in this process, on the first visible GPU. With --predict nothing runs:
     the published model's steps are predicted.
     """
     try:
-        options = parse_options(rows, contexts, steps, only, randomise, seed, as_json)
-        if model is not None:
-            _predict(model, tp, weights, options, arguments or [])
+        options = replace(parse_options(rows, contexts, steps, only, randomise, seed, as_json), phases=phases)
+        if predict is not None:
+            _predict(predict, 1 if tp is None else tp, weights or "bf16", options, arguments or [])
             return
+        for name, value in (("--tp", tp), ("--weights", weights)):
+            if value is not None:
+                raise OptionError(f"{name} {value} is for --predict; a server's own arguments stand behind --")
         report = _run(arguments or [], options)
     except OptionError as error:
         _refuse(str(error))
@@ -258,6 +270,7 @@ def _measure(
             weights,
             geometry,
             launch=server.monokernel,
+            phases=options.phases,
             rows=rows,
             context=context,
             steps=options.steps,
@@ -305,9 +318,9 @@ def _predict(device: str, tp_size: int, weights: str, options: Options, argument
     from glm53_mono.cli import roofline
 
     if arguments:
-        raise OptionError(f"--model {device} predicts the published model's steps and takes no server arguments")
+        raise OptionError(f"--predict {device} predicts the published model's steps and takes no server arguments")
     if device not in roofline.DEVICES:
-        raise OptionError(f"--model {device!r} is not one of {', '.join(roofline.DEVICES)}")
+        raise OptionError(f"--predict {device!r} is not one of {', '.join(roofline.DEVICES)}")
     if weights not in roofline.BITS:
         raise OptionError(f"--weights {weights!r} is not one of {', '.join(roofline.BITS)}")
     rows = options.rows or DEFAULT_PREDICTED_ROWS
@@ -345,6 +358,8 @@ def _print(report: Report) -> None:
         shown = " ".join(value) if isinstance(value, list) else value
         console.print(f"{name}: {shown}", soft_wrap=True)
     console.print(report.table())
+    for table in report.phase_tables():
+        console.print(table)
     for note in NOTES:
         console.print(note, soft_wrap=True)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median
 
 import torch
 
 from glm53_mono.bindings import bind_pools
-from glm53_mono.cli.bench_report import Barriers, Launched, Point, Timing
+from glm53_mono.cli.bench_report import Barriers, Launched, PhaseTime, Point, Timing
 from glm53_mono.cli.step_bytes import scored_pools, step_bytes
 from glm53_mono.geometry import Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
@@ -31,6 +33,7 @@ COPY_BYTES = 2 << 30
 """Bytes of the copy that measures the bandwidth: far beyond any cache."""
 
 COPIES = 21
+TIMED_LAUNCHES = 5
 STATE_STD = 0.3
 """Recurrent states of about this size follow from unit keys and values."""
 
@@ -112,6 +115,7 @@ def measure_point(
     geometry: Geometry,
     *,
     launch: bool,
+    phases: bool,
     rows: int,
     context: int,
     steps: int,
@@ -121,6 +125,7 @@ def measure_point(
 
     Args:
         launch: whether a monokernel was built, and so can be launched by itself.
+        phases: whether to tell where its time goes, which compiles the kernel once more.
         generator: of the token ids; its device is where everything runs.
 
     Raises:
@@ -154,6 +159,7 @@ def measure_point(
         barriers=Barriers(barriers_of(built.launch, selects=selects), barrier_us(built.launch, tensors, sizes, steps)),
         distinct_experts=distinct,
         bytes=step_bytes(geometry, weights, [context] * rows, distinct),
+        phases=phase_times(built.launch, tensors, sizes, hidden, selects=selects) if phases else (),
     )
     return Point(rows, context, times, launched)
 
@@ -169,6 +175,34 @@ def distinct_experts(launch: Launch, tensors: StepTensors, sizes: StepSizes, hid
         if phase.kind is Kind.EXPERTS:
             counts.append(int(launch.view("expert_list")[0, launch.workspace.distinct_count_at]))
     return tuple(counts)
+
+
+def phase_times(
+    launch: Launch, tensors: StepTensors, sizes: StepSizes, hidden: torch.Tensor, *, selects: bool
+) -> tuple[PhaseTime, ...]:
+    """Where a launch's time goes, by the clock that a timed one leaves in its workspace."""
+    timed = replace(launch, variant=replace(launch.variant, timed=True))
+    clocks = []
+    for _ in range(WARM_UPS + TIMED_LAUNCHES):
+        timed.run(tensors, sizes, hidden)
+        clocks.append(timed.view("clock").tolist())
+    return by_kind(launch.phases, clocks[WARM_UPS:], selects=selects)
+
+
+def by_kind(phases: Sequence[Phase], clocks: Sequence[Sequence[int]], *, selects: bool) -> tuple[PhaseTime, ...]:
+    """Sums up clocks.
+
+    Args:
+        phases: of the launch.
+        clocks: of several launches; nanoseconds at which each phase began, and at which the last one ended.
+        selects: whether the selection ran; a phase that did not leaves no time.
+    """
+    ran = [index for index, phase in enumerate(phases) if selects or phase.kind is not Kind.MLA_SELECT]
+    times: dict[str, list[float]] = {}
+    for index, following in pairwise([*ran, len(phases)]):
+        took = median((clock[following] - clock[index]) / 1e3 for clock in clocks)
+        times.setdefault(phases[index].kind.name, []).append(took)
+    return tuple(PhaseTime(kind, len(each), median(each), sum(each)) for kind, each in times.items())
 
 
 def barriers_of(launch: Launch, *, selects: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -56,6 +56,23 @@ class Barriers:
 
 
 @dataclass(frozen=True)
+class PhaseTime:
+    """All phases of one kind in a launch, by the launch's own clock, their barrier included.
+
+    Attributes:
+        kind: as in `record.Kind`.
+        count: phases of the launch.
+        median_us: of one.
+        total_us: of all of them together.
+    """
+
+    kind: str
+    count: int
+    median_us: float
+    total_us: float
+
+
+@dataclass(frozen=True)
 class Launched:
     """What only a monokernel's launch tells.
 
@@ -66,6 +83,7 @@ class Launched:
         barriers: of it.
         distinct_experts: of each layer with routed experts, in order.
         bytes: that the launch cannot do without.
+        phases: where its time goes; empty if that was not asked for.
     """
 
     timing: Timing
@@ -73,6 +91,7 @@ class Launched:
     barriers: Barriers
     distinct_experts: tuple[int, ...]
     bytes: StepBytes
+    phases: tuple[PhaseTime, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +170,7 @@ class Report:
                 "total_ms": barriers.total_ms,
                 "launch_fraction": barriers.total_ms / launched.timing.median_ms,
             }
+            values["phases"] = [asdict(phase) for phase in launched.phases]
         return values
 
     def arm_fraction(self, point: Point, arm: str) -> float | None:
@@ -188,6 +208,18 @@ class Report:
         for point in self.points:
             table.add_row(*self._cells(point))
         return table
+
+    def phase_tables(self) -> Iterator[Table]:
+        """Where the time of each point's launch goes; nothing for points without that."""
+        for point in self.points:
+            if point.launched is None or not point.launched.phases:
+                continue
+            table = Table(title=f"phases at {point.rows} rows, {point.context} tokens, in microseconds")
+            for name in ("phase", "launches", "median", "total"):
+                table.add_column(name, justify="left" if name == "phase" else "right")
+            for phase in point.launched.phases:
+                table.add_row(phase.kind, str(phase.count), f"{phase.median_us:.1f}", f"{phase.total_us:.0f}")
+            yield table
 
     def _cells(self, point: Point) -> list[str]:
         ms = {name: f"{timing.median_ms:.3f}" for name, timing in point.arms.items()}

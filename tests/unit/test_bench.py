@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 from glm53_mono.checkpoint.config import model_config
 from glm53_mono.cli import bench as module
 from glm53_mono.cli.bench import Only, OptionError, Options, arms_of, drawn_weights, parse_options, shapes_of
-from glm53_mono.cli.bench_report import Barriers, Launched, Point, Report, Timing
+from glm53_mono.cli.bench_measure import by_kind
+from glm53_mono.cli.bench_report import Barriers, Launched, PhaseTime, Point, Report, Timing
 from glm53_mono.cli.main import app
 from glm53_mono.cli.step_bytes import StepBytes
+from glm53_mono.kernels.record import Kind
+from glm53_mono.program.phase import Access, Phase
 from glm53_mono.upstream import bench_runner
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG, BenchError, BenchServer
 from glm53_mono.upstream.launch import LaunchError, environment_kept
@@ -230,3 +233,36 @@ def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     module.Progress()("loading")
     found = capsys.readouterr()
     assert found.out == "" and found.err.startswith("glm53-mono bench:    0.0 s: loading")
+
+
+PHASES = [Phase(kind, layer, Access()) for layer, kind in enumerate((Kind.MIX, Kind.MLA_SELECT, Kind.MIX, Kind.HEAD))]
+
+
+@pytest.mark.parametrize(
+    ("selects", "expected"),
+    [
+        (True, {"MIX": (2, 4.0, 8.0), "MLA_SELECT": (1, 10.0, 10.0), "HEAD": (1, 2.0, 2.0)}),
+        (False, {"MIX": (2, 9.0, 18.0), "HEAD": (1, 2.0, 2.0)}),
+    ],
+)
+def test_phases_take_what_the_clock_says(selects: bool, expected: dict[str, tuple[int, float, float]]) -> None:
+    """A phase that was skipped has no stamp of its own launch: what stands there must not count."""
+    clocks = [
+        [0, 3_000, 13_000, 18_000, 20_000],
+        [0, 3_000, 13_000, 18_000, 20_000],
+        [0, 9_000, 90_000, 95_000, 99_000],
+    ]
+    if not selects:
+        for clock in clocks:
+            clock[1] = 777
+    found = by_kind(PHASES, clocks, selects=selects)
+    assert {phase.kind: (phase.count, phase.median_us, phase.total_us) for phase in found} == expected
+
+
+def test_the_phases_of_a_point_are_a_table_and_in_the_json() -> None:
+    found = report(replace(BOTH, launched=replace(LAUNCHED, phases=(PhaseTime("MIX", 90, 3.5, 319.0),))), ALONE)
+    (table,) = found.phase_tables()
+    assert [list(column.cells) for column in table.columns] == [["MIX"], ["90"], ["3.5"], ["319"]]
+    (entry,) = found.as_dict()["points"][0]["phases"]
+    assert entry == {"kind": "MIX", "count": 90, "median_us": 3.5, "total_us": 319.0}
+    assert not list(report(BOTH, ALONE).phase_tables())

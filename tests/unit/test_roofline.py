@@ -73,7 +73,7 @@ def test_few_experts_of_shapes_stand_for_all() -> None:
 
 
 def test_the_command_says_that_it_predicts() -> None:
-    done = CliRunner().invoke(app, ["bench", "--model", "mi355x", "--tp", "4", "--weights", "mxfp4", "--rows", "1"])
+    done = CliRunner().invoke(app, ["bench", "--predict", "mi355x", "--tp", "4", "--weights", "mxfp4", "--rows", "1"])
     assert done.exit_code == 0, done.stderr
     assert "PREDICTED, not measured: decode steps on mi355x, TP 4, mxfp4" in done.stdout
     assert done.stdout.count("assumed: ") == len((*DEVICES["mi355x"].assumptions, *ASSUMPTIONS))
@@ -82,11 +82,13 @@ def test_the_command_says_that_it_predicts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "b200"], "--model 'b200' is not one of h200, mi355x"),
-        (["--model", "h200", "--weights", "int4"], "--weights 'int4' is not one of bf16, fp8, mxfp4"),
-        (["--model", "h200", "--tp", "3"], "--tp 3: tp_size 3 is not one of 1, 2, 4, 8"),
-        (["--model", "h200", "--rows", "9"], "--rows 9 is more than the 8 rows of the widest step"),
-        (["--model", "h200", "--", "--tp", "2"], "--model h200 predicts the published model's steps"),
+        (["--predict", "b200"], "--predict 'b200' is not one of h200, mi355x"),
+        (["--tp", "4"], "--tp 4 is for --predict; a server's own arguments stand behind --"),
+        (["--weights", "fp8"], "--weights fp8 is for --predict; a server's own arguments stand behind --"),
+        (["--predict", "h200", "--weights", "int4"], "--weights 'int4' is not one of bf16, fp8, mxfp4"),
+        (["--predict", "h200", "--tp", "3"], "--tp 3: tp_size 3 is not one of 1, 2, 4, 8"),
+        (["--predict", "h200", "--rows", "9"], "--rows 9 is more than the 8 rows of the widest step"),
+        (["--predict", "h200", "--", "--tp", "2"], "--predict h200 predicts the published model's steps"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], says: str) -> None:
