@@ -9,10 +9,11 @@ from enum import IntEnum
 import triton.language as tl
 
 RECORD = 24
+"""Words of a record: a multiple of 8, so that each starts on a 64-byte line."""
 
 
 class Kind(IntEnum):
-    """What a phase does; the order of the kernel's dispatch."""
+    """What a phase does."""
 
     EMBED = 0
     KDA_PROJECT = 1
