@@ -69,7 +69,9 @@ class Accesses:
 
     def note(self, into: Recorded, program: int, pointers: Any, mask: np.ndarray) -> None:
         """Files a load's or a store's addresses under their places; weights and the step's inputs have none."""
-        first = np.ravel(np.broadcast_to(pointers.data, mask.shape)[mask]).astype(np.int64)
+        # the interpreter's masks may be integers, with which numpy would pick rows
+        taken = np.broadcast_to(pointers.data, mask.shape)[mask.astype(bool)]
+        first = np.ravel(taken).astype(np.int64)
         if not len(first):
             return
         low, high = first.min(), first.max()

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 from glm53_mono.kernels import kda
 from glm53_mono.kernels.record import Kind
@@ -20,7 +23,17 @@ from glm53_mono.program.tiling import TILINGS
 from glm53_mono.reference.state import Caches, StepInputs
 from tests.kernels import rig
 from tests.kernels.compare import bits
-from tests.kernels.grid import Accesses, Order, arrivals, backwards, interleaved, places_of, program_order, recorded
+from tests.kernels.grid import (
+    Accesses,
+    Order,
+    Place,
+    arrivals,
+    backwards,
+    interleaved,
+    places_of,
+    program_order,
+    recorded,
+)
 from tests.kernels.rig import EVERY_PAIR, EVERY_PHASE, Model, tiny_model
 
 PROGRAMS = 5
@@ -194,3 +207,15 @@ def test_a_program_outside_its_share_is_found(model: Model, monkeypatch: pytest.
             assert any(line.startswith("tile") for line in accesses.trespasses())
             return
     pytest.fail("the step has no KDA_OUTPUT phase")
+
+
+def test_a_store_that_is_masked_off_touches_nothing() -> None:
+    """Whatever type the mask has in the interpreter."""
+    words = TensorHandle(np.arange(64, 128, 4, dtype=np.uint64).reshape(4, 4), tl.pointer_type(tl.float32))
+    for dtype in (np.bool_, np.int8, np.int32):
+        accesses = Accesses([Place("words", 0, 1024)])
+        accesses.note(accesses.writes, 0, words, np.zeros((4, 4), dtype))
+        assert not accesses.writes
+        accesses.note(accesses.writes, 0, words, np.eye(4, dtype=dtype))
+        ((size, first),) = accesses.writes["words", 0]
+        assert size == 4 and first.tolist() == [64, 84, 104, 124]
