@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,6 +101,21 @@ def compare_greedy(found: Answer, expected: Answer) -> Continuation:
     pairs = zip(found.logprobs[:same], expected.logprobs[:same], strict=True)
     apart = [abs(a - b) for a, b in pairs] or [0.0]
     return Continuation(same, gap, max(apart), statistics.median(apart))
+
+
+def wrong_answers(answer: Answer, *, unlikelier: float) -> tuple[Answer, Answer]:
+    """Negative controls of a comparison: another token where it was surest, and tokens so much less likely.
+
+    Args:
+        answer: with its log-probabilities.
+        unlikelier: taken from each of them.
+    """
+    surest = max(range(len(answer.tokens)), key=answer.top_gaps.__getitem__)
+    other = [token + (place == surest) for place, token in enumerate(answer.tokens)]
+    return (
+        replace(answer, tokens=other),
+        replace(answer, logprobs=[logprob - unlikelier for logprob in answer.logprobs]),
+    )
 
 
 def _common(found: Sequence[int], expected: Sequence[int]) -> int:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from glm53_mono.numerics import BOUNDS
 from test.e2e import likely_drafts, mtp_scenario
-from test.e2e.compare import compare_greedy, decoded
+from test.e2e.compare import compare_greedy, decoded, wrong_answers
 from test.e2e.conftest import head_of
 from test.e2e.mtp_scenario import AT_ONCE, Plan, Results, accept_length, verify_steps, watched_answers
 from test.e2e.server import COUNTED, MONOKERNEL, Answer, running
@@ -217,9 +216,6 @@ class TestMonokernelMtp:
         rows = decoded(on3.watched[0])
         assert not torch.equal(rows[1:], rows[:-1])
         answer = on3.fitting[0]
-        surest = max(range(len(answer.tokens)), key=answer.top_gaps.__getitem__)
-        other = [token + (place == surest) for place, token in enumerate(answer.tokens)]
-        unlikelier = [logprob - 0.1 for logprob in answer.logprobs]
-        for wrong in (replace(answer, tokens=other), replace(answer, logprobs=unlikelier)):
+        for wrong in wrong_answers(answer, unlikelier=0.1):
             with pytest.raises(AssertionError):
                 assert_same_continuations([wrong], [answer])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from glm53_mono.metrics import FALLBACK, KERNEL
 from glm53_mono.numerics import BOUNDS
-from test.e2e.compare import MOST_FLIPS, OWN_NOISE, Rows, compare, compare_greedy, compare_rows, decoded
+from test.e2e.compare import MOST_FLIPS, OWN_NOISE, Rows, compare, compare_greedy, compare_rows, decoded, wrong_answers
 from test.e2e.conftest import Model, Unusual
 from test.e2e.scenario import FEWEST_FORCED_STEPS, FORCED_STEPS, TRACK_INTERVAL, Plan, Results
 from test.e2e.server import MONOKERNEL, Answer, Generation, Server, running
@@ -107,10 +106,7 @@ class TestMonokernelDecode:
     def test_other_continuations_do_not_agree(self, off: Results) -> None:
         """Negative control: another token where it was no near-tie, and the same tokens half as likely."""
         answer = off.greedy[0]
-        surest = max(range(len(answer.tokens)), key=answer.top_gaps.__getitem__)
-        other = [token + (place == surest) for place, token in enumerate(answer.tokens)]
-        unlikelier = [logprob - 0.7 for logprob in answer.logprobs]
-        for wrong in (replace(answer, tokens=other), replace(answer, logprobs=unlikelier)):
+        for wrong in wrong_answers(answer, unlikelier=0.7):
             with pytest.raises(AssertionError):
                 assert_same_continuations([wrong], [answer])
 

@@ -13,6 +13,7 @@ import glm53_mono
 from glm53_mono.upstream.contract import OneOf, each_read
 from glm53_mono.upstream.reads import SGLANG_READS
 from glm53_mono.upstream.server import Arguments
+from tests.sources import defined
 
 PACKAGE = Path(glm53_mono.__file__).parent
 UPSTREAM = PACKAGE / "upstream"
@@ -80,17 +81,6 @@ def variables(source: str) -> set[str]:
         and node.func.id == "_variable"
         and isinstance(node.args[0], ast.Constant)
     }
-
-
-def defined(source: str) -> set[str]:
-    """Names of functions, classes and class fields that a source text defines."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-    return names
 
 
 def registered_names() -> set[tuple[str, str]]:

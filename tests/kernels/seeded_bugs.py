@@ -7,22 +7,20 @@ function that stands in for the right one. A name that no longer exists raises.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import triton.language as tl
 
 from glm53_mono.kernels import indexer, kda, mhc, mla, moe, monokernel
 from glm53_mono.kernels.memory import private, region
 from glm53_mono.kernels.record import Word
 from tests.kernels.rig import ONE_KDA, ONE_MLA, Pattern
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+from tests.sources import Wrap, wrapped
 
 TWO_SPARSE = Pattern(kda_layers=(0, 1), layers=2, dense_layers=0)
 
@@ -36,13 +34,9 @@ class Bug:
     wraps: tuple[tuple[ModuleType, str, Wrap], ...]
     verify: bool = False
 
-    @contextmanager
-    def seeded(self) -> Iterator[None]:
+    def seeded(self) -> AbstractContextManager[None]:
         """The kernels with the mistake, for as long as the block lasts."""
-        with pytest.MonkeyPatch.context() as patch:
-            for module, name, wrap in self.wraps:
-                patch.setattr(module, name, wrap(getattr(module, name)))
-            yield
+        return wrapped(self.wraps)
 
 
 def _identity(_right: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from glm53_mono.reference import dense, index_cache, indexer, kda, mhc, mla, moe
 from glm53_mono.reference.state import Caches, StepInputs
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+from tests.sources import Wrap, wrapped
 
 
 def _same(value: Any) -> Any:
@@ -34,13 +32,9 @@ class Bug:
     concerns_extend: bool = False
     """Whether a prefill of one request shows it too, by one of the parts whose bounds are wider there."""
 
-    @contextmanager
-    def seeded(self) -> Iterator[None]:
+    def seeded(self) -> AbstractContextManager[None]:
         """The reference with the mistake, for as long as the block lasts."""
-        with pytest.MonkeyPatch.context() as patch:
-            for module, name, wrap in self.wraps:
-                patch.setattr(module, name, wrap(getattr(module, name)))
-            yield
+        return wrapped(self.wraps)
 
 
 NO_BUG = Bug("none")

@@ -12,6 +12,7 @@ import glm53_mono
 from glm53_mono.upstream.contract import Kind, each_read
 from glm53_mono.upstream.reads import SGLANG_READS
 from glm53_mono.upstream.reads.monokernel import SPEC
+from tests.sources import defined
 
 PACKAGE = Path(glm53_mono.__file__).parent
 UPSTREAM = PACKAGE / "upstream"
@@ -53,7 +54,7 @@ def sglang_attributes(source: str, names: set[str]) -> set[str]:
 def distinctive_names() -> set[str]:
     """Names of SGLang's objects that nobody else would choose, those of its plugin contract and of ours left out."""
     contract = {read.attribute for read in each_read(SGLANG_READS) if read.module == SPEC}
-    ours = {name for file in PACKAGE.rglob("*.py") for name in _defined(file.read_text())}
+    ours = {name for file in PACKAGE.rglob("*.py") for name in defined(file.read_text())}
     return {
         read.attribute
         for read in each_read(SGLANG_READS)
@@ -122,13 +123,3 @@ def _strings(expression: ast.expr) -> list[str]:
     return [
         node.value for node in ast.walk(expression) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-
-
-def _defined(source: str) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-    return names
