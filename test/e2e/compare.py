@@ -26,7 +26,7 @@ class Rows:
     """Distances of one request's rows, relative to each row's length.
 
     Attributes:
-        distances: [rows], in logits.
+        distances: [rows], in what was compared.
         overall: relative RMSE over the rows that are no flips.
         flips: rows that are.
     """
@@ -41,6 +41,11 @@ class Rows:
         return self.distances.median().item()
 
     @property
+    def flip_share(self) -> float:
+        """Flips of a row."""
+        return self.flips / len(self.distances)
+
+    @property
     def growth(self) -> float:
         """Median of the last quarter over that of the first."""
         quarter = max(1, len(self.distances) // 4)
@@ -48,24 +53,43 @@ class Rows:
 
 
 def decoded(answer: Answer) -> torch.Tensor:
-    """Hidden states of the decode steps, [steps, hidden] fp32; the prompt's are left out."""
-    rows = [row for row in answer.hidden if not isinstance(row[0], list)]
+    """Hidden states of the tokens after the first, [tokens - 1, hidden] fp32.
+
+    The first one's are the prompt's. A retracted request's prefill makes one token more: the last of its rows is that
+    token's, as a decode step's would have been.
+    """
+    rows = [row[-1] if isinstance(row[0], list) else row for row in answer.hidden[1:]]
     return torch.tensor(rows, dtype=torch.float32)
 
 
 def compare(found: Answer, expected: Answer, head: torch.Tensor) -> Rows:
-    """Compare two arms' logits, computed from their hidden states.
+    """Compare two arms' logits, computed from their hidden states, at the tokens before which both had the same.
 
     Args:
         head: [vocab, hidden] fp32 on the device that multiplies.
 
     Raises:
-        ValueError: another number of rows.
+        ValueError: another number of rows, or none to compare.
     """
-    own, other = (decoded(answer).to(head.device) for answer in (found, expected))
+    return compare_all([found], [expected], head)
+
+
+def compare_all(found: Sequence[Answer], expected: Sequence[Answer], head: torch.Tensor) -> Rows:
+    """The same over several requests' rows."""
+    pairs = [_comparable(*pair) for pair in zip(found, expected, strict=True)]
+    own, other = (torch.cat(rows).to(head.device) for rows in zip(*pairs, strict=True))
+    if not len(own):
+        raise ValueError("no two answers begin with the same token: none of their hidden states can be compared")
+    return compare_rows(own @ head.T, other @ head.T)
+
+
+def _comparable(found: Answer, expected: Answer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of both whose tokens until then are the same."""
+    own, other = decoded(found), decoded(expected)
     if own.shape != other.shape or not len(own):
         raise ValueError(f"hidden states {tuple(own.shape)} are compared with {tuple(other.shape)}")
-    return compare_rows(own @ head.T, other @ head.T)
+    same = _common(found.tokens, expected.tokens)
+    return own[:same], other[:same]
 
 
 def compare_rows(found: torch.Tensor, expected: torch.Tensor) -> Rows:

@@ -25,6 +25,9 @@ ARMS = {
 }
 """Arguments of the arms that run the kernel."""
 
+CROWDED = ("--max-running-requests", str(scenario.CROWD), "--max-mamba-cache-size", str(5 * scenario.CROWD))
+"""Arguments of every arm: room for `Plan.crowd`, whose steps no arm captures."""
+
 RETRACTING = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "60"}
 """SGLang's own way to test retraction (scheduler.py: TEST_RETRACT)."""
 
@@ -79,7 +82,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def off(model: Model, plan: Plan, logs: Path) -> Results:
     """What SGLang's own forward answers."""
-    with running(model.folder, logs / "off.log") as server:
+    with running(model.folder, logs / "off.log", *CROWDED) as server:
         return scenario.run(server, plan, counts=False)
 
 
@@ -87,7 +90,7 @@ def off(model: Model, plan: Plan, logs: Path) -> Results:
 def on(request: pytest.FixtureRequest, off: Results, model: Model, plan: Plan, logs: Path) -> Results:
     """What the kernel answers, an arm at a time."""
     log_file = logs / f"{request.param.replace(' ', '-')}.log"
-    with running(model.folder, log_file, *ARMS[request.param]) as server:
+    with running(model.folder, log_file, *CROWDED, *ARMS[request.param]) as server:
         return scenario.run(server, plan, counts=True)
 
 
@@ -111,7 +114,8 @@ class Unusual:
 @pytest.fixture(scope="session")
 def unusual(model: Model, plan: Plan, logs: Path) -> Unusual:
     """The kernel in a server that retracts, and whose HTTP front is the one that knows the mode `last`."""
-    with running(model.folder, logs / "unusual.log", *COUNTED, environment=RETRACTING | PYTHON_FRONT) as server:
+    arguments = (*CROWDED, *COUNTED)
+    with running(model.folder, logs / "unusual.log", *arguments, environment=RETRACTING | PYTHON_FRONT) as server:
         passing = server.generate_in_turn(plan.passing, plan.aborted)
         last = server.generate(replace(plan.forced[0], hidden="last"))
         return Unusual(passing, last, server.steps(), server.log)

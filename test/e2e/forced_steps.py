@@ -2,8 +2,12 @@
 
 `python -m test.e2e.forced_steps LAYERS EXPERTS SEED` draws a model of that many layers at the real widths on the GPU,
 captures both forwards as a server does, and prints as JSON how far they are apart, beside how far SGLang's is from
-itself when a request runs alone instead of in a batch, and what is out of place in the kernel's graphs. A process of
-its own: SGLang starts once in one.
+itself when the same requests run in a crowd, and what is out of place in the kernel's graphs. A process of its own:
+SGLang starts once in one.
+
+Two comparisons. Each step by itself: both forwards start from the caches that SGLang's own steps have left, so that a
+router's near-tie that fell the other way ends with its step, and is told from a mistake by the experts that both chose.
+A walk: each forward goes on from its own caches, as in a server, where a near-tie stays in the state for some steps.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from glm53_mono.upstream.running import served_step
 from glm53_mono.upstream.step import attention_backends
 from test.e2e.compare import Rows, compare_rows
 from test.e2e.graph_nodes import kept_graphs, misplaced, nodes
+from test.e2e.routing import biases_of, first_parting, kernels_routing, sglangs_choice
 
 STEPS = 256
 """Steps over which a difference would have to grow if it grew."""
@@ -37,13 +42,16 @@ CONTEXTS = (1, 250, 900, 1900)
 """Tokens before the first step: a page's end and the border of selection (2,052) are crossed on the way."""
 
 WIDTHS = tuple(range(1, 9))
-"""Rows of the captured graphs."""
+"""Rows that the kernel serves, each with a graph of its own."""
+
+CROWD = 64
+"""Rows of another batch size: up to eight, SGLang's GEMMs sum alike and its rows are the same bit for bit."""
 
 SERVER = (
     *("--load-format", "dummy", "--trust-remote-code", "--skip-tokenizer-init", "--tp", "1"),
     *("--kv-cache-dtype", "bfloat16", "--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"),
-    *("--cuda-graph-bs-decode", *map(str, WIDTHS), "--disable-prefill-cuda-graph", "--disable-radix-cache"),
-    *("--max-running-requests", "8", "--max-mamba-cache-size", "16", "--max-total-tokens", "16384"),
+    *("--cuda-graph-bs-decode", *map(str, (*WIDTHS, CROWD)), "--disable-prefill-cuda-graph", "--disable-radix-cache"),
+    *("--max-running-requests", str(CROWD), "--max-mamba-cache-size", str(CROWD), "--max-total-tokens", "163840"),
     *("--context-length", "8192", "--mem-fraction-static", "0.75", "--enable-amd-monokernel"),
 )
 
@@ -83,14 +91,61 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Attributes:
-    kernel: the kernel against SGLang's forward, in one batch.
-    own: SGLang's forward in a batch of one against the same request in the batch.
+class EachStep:
+    """Steps from the same caches, compared with SGLang's.
+
+    Attributes:
+        overall: relative RMSE of all rows' logits.
+        alike: the same of the rows whose layers all chose the same experts; 0 if there are none.
+        alike_rows: how many these are.
+        rows: how many there are.
+        widest_gap: of the other rows, where in its first layer that chose otherwise a row was furthest from a tie, in
+            standard deviations of its biased scores; None where that was not read.
     """
 
-    kernel: Apart
-    own: Apart
+    overall: float
+    alike: float
+    alike_rows: int
+    rows: int
+    widest_gap: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Attributes:
+    steps: the kernel against SGLang's forward, each step by itself.
+    own_steps: SGLang's forward in a crowd against the same rows in a batch of their own.
+    walk: as `steps`, step after step.
+    own_walk: as `own_steps`, likewise.
+    """
+
+    steps: EachStep
+    own_steps: EachStep
+    walk: Apart
+    own_walk: Apart
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What is walked.
+
+    Attributes:
+        tokens: [steps, rows] int64, what each step is given. Rows beyond those of `contexts` are the crowd's.
+        contexts: tokens of each compared request before the first step; the crowd's requests repeat them.
+    """
+
+    tokens: torch.Tensor
+    contexts: Sequence[int]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a request after the last step, or more; it decides where requests lie."""
+        return max(self.contexts) + len(self.tokens)
+
+    def batch(self, runner: BenchRunner, step: int, rows: int) -> Any:
+        """The batch of a step's first rows."""
+        lengths = [self.contexts[row % len(self.contexts)] + 1 + step for row in range(rows)]
+        return runner.decode_batch(self.tokens[step, :rows].contiguous(), lengths, longest=self.longest)
 
 
 def copies(pools: Pools) -> list[torch.Tensor]:
@@ -103,32 +158,117 @@ def every(pools: Pools) -> list[torch.Tensor]:
     return [*pools.conv, *pools.state, *pools.latent, *pools.index, *pools.ring_key, *pools.ring_gate]
 
 
+def restore(pools: Pools, before: Sequence[torch.Tensor]) -> None:
+    """Put every cache back as `copies` found it."""
+    for cache, earlier in zip(every(pools), before, strict=True):
+        cache.copy_(earlier)
+
+
 def walk(
-    runner: BenchRunner, arm: str, pools: Pools, before: Sequence[torch.Tensor], tokens: torch.Tensor,
-    contexts: Sequence[int], longest: int,
-) -> Walk:  # fmt: skip
+    runner: BenchRunner, arm: str, pools: Pools, before: Sequence[torch.Tensor], requests: Requests, rows: int
+) -> Walk:
     """Run forced steps on an arm from the caches as they were.
 
     Args:
         before: of `copies`.
-        tokens: [steps, rows] int64, what each step is given.
-        contexts: tokens of each request before the first step.
-        longest: tokens of a request after the last step, or more; it decides where requests lie.
+        rows: of each step; what is kept are those of the compared requests.
     """
-    for cache, earlier in zip(every(pools), before, strict=True):
-        cache.copy_(earlier)
-    logits = []
-    for step in range(len(tokens)):
-        lengths = [context + 1 + step for context in contexts]
-        batch = runner.decode_batch(tokens[step], lengths, longest=longest)
-        logits.append(runner.run(arm, batch).next_token_logits.float().clone())
+    restore(pools, before)
+    kept, logits = len(requests.contexts), []
+    for step in range(len(requests.tokens)):
+        batch = requests.batch(runner, step, rows)
+        logits.append(runner.run(arm, batch).next_token_logits[:kept].float().clone())
     with runner.context(arm):
-        slots = attention_backends().linear.forward_metadata.mamba_cache_indices[: len(contexts)].long()
+        slots = attention_backends().linear.forward_metadata.mamba_cache_indices[:kept].long()
     return Walk(
         torch.stack(logits),
         torch.stack([state[slots].float() for state in pools.state]),
         torch.stack([window[slots].float() for window in pools.conv]),
     )
+
+
+class StepDistances:
+    """Collects rows of steps that are compared with SGLang's."""
+
+    def __init__(self) -> None:
+        self._errors: list[torch.Tensor] = []
+        self._lengths: list[torch.Tensor] = []
+        self._apart: list[torch.Tensor] = []
+        self._gaps: list[torch.Tensor] = []
+
+    def add(
+        self,
+        logits: tuple[torch.Tensor, torch.Tensor],
+        chosen: tuple[torch.Tensor, torch.Tensor],
+        gaps: torch.Tensor | None = None,
+    ) -> None:
+        """A step's rows.
+
+        Args:
+            logits: [rows, vocab] found and expected.
+            chosen: [layers, rows, experts] bool likewise.
+            gaps: [layers, rows] of what was found.
+        """
+        found, expected = (values.float() for values in logits)
+        self._errors.append((found - expected).norm(dim=1))
+        self._lengths.append(expected.norm(dim=1))
+        apart, layer = first_parting(*chosen)
+        self._apart.append(apart)
+        if gaps is not None:
+            self._gaps.append(gaps.gather(0, layer[None])[0].masked_fill(~apart, 0.0))
+
+    def result(self) -> EachStep:
+        """Of all rows so far."""
+        errors, lengths, apart = torch.cat(self._errors), torch.cat(self._lengths), torch.cat(self._apart)
+        alike = ~apart
+        return EachStep(
+            overall=(errors.norm() / lengths.norm()).item(),
+            alike=(errors[alike].norm() / lengths[alike].norm()).item() if alike.any() else 0.0,
+            alike_rows=int(alike.sum()),
+            rows=len(errors),
+            widest_gap=torch.cat(self._gaps).max().item() if self._gaps else None,
+        )
+
+
+def each_step(
+    runner: BenchRunner, pools: Pools, requests: Requests, sglangs: torch.Tensor, crowd: int
+) -> tuple[EachStep, EachStep]:
+    """Compare each step by itself; the caches go on as SGLang's own steps leave them.
+
+    Args:
+        sglangs: of `routing.sglangs_choice`, for both of SGLang's batches.
+        crowd: rows of the other batch size.
+
+    Returns:
+        The kernel's distances, and those of SGLang's forward in the crowd.
+
+    Raises:
+        BenchError: the kernel did not run a step of its own, or ran one of SGLang's.
+    """
+    rows, biases = len(requests.contexts), biases_of(runner.model)
+    kernel, own = StepDistances(), StepDistances()
+    hidden = torch.empty((rows, runner.built.launch.geometry.hidden), dtype=torch.bfloat16, device=biases.device)
+    before = copies(pools)
+    for step in range(len(requests.tokens)):
+        for cache, earlier in zip(every(pools), before, strict=True):
+            earlier.copy_(cache)
+        batch = requests.batch(runner, step, rows)
+        with expect_launches(runner.built, 1):
+            found = runner.run(MONOKERNEL, batch).next_token_logits.clone()
+        restore(pools, before)
+        with runner.context(MONOKERNEL):
+            arguments = runner.built.arguments_of(batch)
+        routing = kernels_routing(runner.built.launch, *arguments, hidden, biases)
+        restore(pools, before)
+        with expect_launches(runner.built, 0):
+            crowded = runner.run(SGLANG, requests.batch(runner, step, crowd)).next_token_logits[:rows].clone()
+            in_crowd = sglangs[:, :rows].clone()
+            restore(pools, before)
+            expected = runner.run(SGLANG, requests.batch(runner, step, rows)).next_token_logits
+        chosen = sglangs[:, :rows].clone()
+        kernel.add((found, expected), (routing.chosen, chosen), routing.gaps)
+        own.add((crowded, expected), (in_crowd, chosen))
+    return kernel.result(), own.result()
 
 
 def apart(found: Walk, expected: Walk) -> Apart:
@@ -145,39 +285,33 @@ def apart(found: Walk, expected: Walk) -> Apart:
     )
 
 
-def only(walked: Walk, row: int) -> Walk:
-    """One request of a walk."""
-    own = slice(row, row + 1)
-    return Walk(walked.logits[:, own], walked.state[:, own], walked.windows[:, own])
-
-
-def outcome(runner: BenchRunner, pools: Pools, tokens: torch.Tensor, contexts: Sequence[int]) -> Outcome:
-    """Walk three times, and compare.
+def outcome(runner: BenchRunner, pools: Pools, requests: Requests, sglangs: torch.Tensor, crowd: int) -> Outcome:
+    """Compare step by step, then walk three times.
 
     Args:
-        tokens: [steps, rows] int64.
-        contexts: of the rows, before the first step.
+        sglangs: of `routing.sglangs_choice`.
+        crowd: rows of the other batch size that SGLang is compared with itself in.
 
     Raises:
         BenchError: the kernel did not run every step of its own walk, or ran some of SGLang's.
     """
-    before, longest = copies(pools), max(contexts) + len(tokens)
+    before, rows, steps = copies(pools), len(requests.contexts), len(requests.tokens)
+    each, own = each_step(runner, pools, requests, sglangs, crowd)
     with expect_launches(runner.built, 0):
-        expected = walk(runner, SGLANG, pools, before, tokens, contexts, longest)
-    with expect_launches(runner.built, len(tokens)):
-        found = walk(runner, MONOKERNEL, pools, before, tokens, contexts, longest)
-    # the first request stands in the same places of the pools alone as in the batch
-    alone = walk(runner, SGLANG, pools, before, tokens[:, :1].contiguous(), contexts[:1], longest)
-    return Outcome(apart(found, expected), apart(alone, only(expected, 0)))
+        expected = walk(runner, SGLANG, pools, before, requests, rows)
+    with expect_launches(runner.built, steps):
+        found = walk(runner, MONOKERNEL, pools, before, requests, rows)
+    crowded = walk(runner, SGLANG, pools, before, requests, crowd)
+    return Outcome(each, own, apart(found, expected), apart(crowded, expected))
 
 
 def out_of_place(runner: BenchRunner) -> dict[int, list[str]]:
-    """What `misplaced` finds in the kernel's graph of each captured width."""
+    """What `misplaced` finds in the kernel's graph of each width that it serves."""
     found, own = (
         {key.size: nodes(graph) for key, graph in runner._arms[arm].graphs.backend._graphs.items()}
         for arm in (MONOKERNEL, SGLANG)
     )
-    return {rows: misplaced(found[rows], own[rows], monokernel.__name__) for rows in found}
+    return {rows: misplaced(found[rows], own[rows], monokernel.__name__) for rows in WIDTHS}
 
 
 def _by_row(found: Walk, expected: Walk, name: str) -> tuple[Any, Any]:
@@ -203,16 +337,16 @@ def main(layers: int, experts: int, seed: int) -> None:
         with torch.no_grad():
             with kept_graphs():
                 runner = bench_runner.start(server, draw, lambda what: print(what, file=sys.stderr, flush=True))
-                runner.capture_own_forward()
+                geometry = Geometry.from_config(runner.hf_config, 1)
+                with sglangs_choice(runner.model, geometry.experts, CROWD) as sglangs:
+                    runner.capture_own_forward()
             generator = torch.Generator("cuda").manual_seed(seed)
-            geometry = Geometry.from_config(runner.hf_config, 1)
             with runner.context(SGLANG):
                 pools = bind_pools(attention_backends(), geometry, served_step())
             fill_pools(pools, geometry, generator)
-            shape = (STEPS, len(CONTEXTS))
-            tokens = torch.randint(geometry.vocab, shape, generator=generator, device="cuda")
-            apart_by = asdict(outcome(runner, pools, tokens, CONTEXTS))
-            print(json.dumps(apart_by | {"out of place": out_of_place(runner)}))
+            tokens = torch.randint(geometry.vocab, (STEPS, CROWD), generator=generator, device="cuda")
+            found = asdict(outcome(runner, pools, Requests(tokens, CONTEXTS), sglangs, CROWD))
+            print(json.dumps(found | {"out of place": out_of_place(runner)}))
 
 
 if __name__ == "__main__":

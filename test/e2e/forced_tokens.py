@@ -8,14 +8,17 @@ from typing import Any
 class Forced:
     """Leaves one token possible: the next of the request's list.
 
-    It counts its own calls: with overlapped scheduling the request does not know its last token yet.
+    With overlapped scheduling a decode step's request does not know its last token yet, so decode steps count from the
+    prefill before them. A prefill does know: it makes the first token, or after a retraction the first that was lost.
     """
 
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]]) -> Any:
         for row, params in enumerate(custom_param_list):
-            step = params.get("forced_step", 0)
-            params["forced_step"] = step + 1
+            request = params["__req__"]
+            if request.decode_batch_idx == 0:
+                params["forced_from"] = len(request.output_ids)
             tokens = params["forced_tokens"]
+            step = min(params["forced_from"] + request.decode_batch_idx, len(tokens) - 1)
             logits[row] = -float("inf")
-            logits[row, tokens[min(step, len(tokens) - 1)]] = 0.0
+            logits[row, tokens[step]] = 0.0
         return logits

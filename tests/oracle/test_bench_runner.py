@@ -26,6 +26,7 @@ from glm53_mono.kernels import sync
 from glm53_mono.kernels.record import Kind
 from glm53_mono.numerics import BOUNDS
 from glm53_mono.program.launch import Launch
+from glm53_mono.program.pools import Pools
 from glm53_mono.spec import SPEC
 from glm53_mono.upstream import bench_runner
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG, BenchError, BenchRunner
@@ -33,7 +34,8 @@ from glm53_mono.upstream.model import step_weights
 from glm53_mono.upstream.monokernel import BuildContext, ShapeKey
 from glm53_mono.upstream.running import served_step
 from glm53_mono.upstream.step import attention_backends
-from test.e2e.forced_steps import apart, copies, outcome, walk
+from test.e2e.forced_steps import Requests, apart, copies, each_step, outcome, restore, walk
+from test.e2e.routing import sglangs_choice
 from tests.oracle.sglang_cpu.context import PAGE_TOKENS
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
@@ -353,43 +355,86 @@ def forwards(bench: BenchRunner, served: SglangModel, monkeypatch: pytest.Monkey
     return forwards
 
 
-def test_forced_steps_find_a_forward_that_is_off(
-    bench: BenchRunner, served: SglangModel, forwards: Forwards, seed: int
-) -> None:
-    """The comparison that the GPU tests run for 256 steps: within bounds as it is, beyond them with a bug."""
-    dispatch = served.model.forward
-    contexts, longest = (254, 300), 302
-    tokens = torch.randint(GEOMETRY.vocab, (2, 2), generator=torch.Generator().manual_seed(seed))
+def pools_of(bench: BenchRunner) -> Pools:
     with bench.context(MONOKERNEL):
-        pools = bind_pools(attention_backends(), GEOMETRY, served_step())
-    before = copies(pools)
-    expected = walk(bench, SGLANG, pools, before, tokens, contexts, longest)
-    right = apart(walk(bench, MONOKERNEL, pools, before, tokens, contexts, longest), expected)
-    # a near-tie of a router may send a row elsewhere; the other is as close as a step of few layers is
-    assert min(right.logits) < BOUNDS["step", "logits"].rel, right
-    assert min(right.state) < 1e-2 and min(right.windows) < 1e-2, right
+        return bind_pools(attention_backends(), GEOMETRY, served_step())
+
+
+def requests_of(seed: int, contexts: tuple[int, ...], rows: int) -> Requests:
+    generator = torch.Generator().manual_seed(seed)
+    return Requests(torch.randint(GEOMETRY.vocab, (2, rows), generator=generator), contexts)
+
+
+def rolled(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that mixes its rows' tokens up."""
 
     def other_tokens(input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
         batch.input_ids = input_ids.roll(1)
         return dispatch(batch.input_ids, positions, batch)
 
-    forwards[MONOKERNEL] = other_tokens
-    wrong = apart(walk(bench, MONOKERNEL, pools, before, tokens, contexts, longest), expected)
+    return other_tokens
+
+
+def test_walks_find_a_forward_that_is_off(
+    bench: BenchRunner, served: SglangModel, forwards: Forwards, seed: int
+) -> None:
+    """The comparison that the GPU tests run for 256 steps: within bounds as it is, beyond them with a bug."""
+    requests, pools = requests_of(seed, (254, 300), 2), pools_of(bench)
+    before = copies(pools)
+    expected = walk(bench, SGLANG, pools, before, requests, 2)
+    right = apart(walk(bench, MONOKERNEL, pools, before, requests, 2), expected)
+    # a near-tie of a router may send a row elsewhere; the other is as close as a step of few layers is
+    assert min(right.logits) < BOUNDS["step", "logits"].rel, right
+    assert min(right.state) < 1e-2 and min(right.windows) < 1e-2, right
+    forwards[MONOKERNEL] = rolled(served.model.forward)
+    wrong = apart(walk(bench, MONOKERNEL, pools, before, requests, 2), expected)
     assert min(wrong.logits) > 10 * BOUNDS["step", "logits"].rel, wrong
     assert min(wrong.state) > 1e-2 and min(wrong.windows) > 1e-1, wrong
 
 
-def test_forced_steps_are_the_kernels(bench: BenchRunner, forwards: Forwards, seed: int) -> None:
-    """Every step of its own walk and none of SGLang's: outputs that agree would not tell."""
-    contexts = (9, 14)
-    tokens = torch.randint(GEOMETRY.vocab, (2, 2), generator=torch.Generator().manual_seed(seed))
-    with bench.context(MONOKERNEL):
-        pools = bind_pools(attention_backends(), GEOMETRY, served_step())
-    assert len(outcome(bench, pools, tokens, contexts).kernel.logits) == 2
+def test_each_step_is_told_from_one_that_is_off(
+    bench: BenchRunner, served: SglangModel, forwards: Forwards, seed: int
+) -> None:
+    """Rows that were routed alike are close; a router that has changed parts rows far from any tie."""
+    requests, pools = requests_of(seed, (254, 300, 9), REQUESTS), pools_of(bench)
+    before = copies(pools)
+    with sglangs_choice(served.model, GEOMETRY.experts, REQUESTS) as choice:
+        right, own = each_step(bench, pools, requests, choice, REQUESTS)
+        assert right.rows == own.rows == 6
+        assert right.alike_rows >= 3 and 0 < right.alike < BOUNDS["step", "logits"].rel, right
+        assert right.widest_gap is not None and right.widest_gap < 0.1, right
+        assert own.alike <= BOUNDS["step", "logits"].rel, own
+        restore(pools, before)
+        bias = served.model.model.layers[GEOMETRY.layers - 1].mlp.gate.e_score_correction_bias
+        forwards[SGLANG] = with_bias(forwards[SGLANG], bias, bias.flip(0))
+        wrong, _ = each_step(bench, pools, requests, choice, REQUESTS)
+    assert wrong.alike_rows < wrong.rows and wrong.widest_gap is not None and wrong.widest_gap > 0.1, wrong
+    assert wrong.overall > 2 * right.alike, wrong
+
+
+def with_bias(forward: Callable[..., Any], bias: torch.Tensor, other: torch.Tensor) -> Callable[..., Any]:
+    """A forward that sees another router's bias."""
+
+    def changed(input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
+        kept = bias.clone()
+        bias.data.copy_(other)
+        try:
+            return forward(input_ids, positions, batch)
+        finally:
+            bias.data.copy_(kept)
+
+    return changed
+
+
+def test_forced_steps_are_the_kernels(bench: BenchRunner, served: SglangModel, forwards: Forwards, seed: int) -> None:
+    """Every step of its own and none of SGLang's: outputs that agree would not tell."""
+    requests, pools = requests_of(seed, (9, 14), 2), pools_of(bench)
     kernels, sglangs = forwards[MONOKERNEL], forwards[SGLANG]
-    forwards[MONOKERNEL] = sglangs
-    with pytest.raises(BenchError, match="the kernel ran 0 of 2 steps"):
-        outcome(bench, pools, tokens, contexts)
-    forwards[SGLANG] = kernels
-    with pytest.raises(BenchError, match="the kernel ran 2 of 0 steps"):
-        outcome(bench, pools, tokens, contexts)
+    with sglangs_choice(served.model, GEOMETRY.experts, REQUESTS) as choice:
+        assert len(outcome(bench, pools, requests, choice, 2).walk.logits) == 2
+        forwards[MONOKERNEL] = sglangs
+        with pytest.raises(BenchError, match="the kernel ran 0 of 1 steps"):
+            outcome(bench, pools, requests, choice, 2)
+        forwards[MONOKERNEL], forwards[SGLANG] = kernels, kernels
+        with pytest.raises(BenchError, match="the kernel ran 2 of 0 steps"):
+            outcome(bench, pools, requests, choice, 2)

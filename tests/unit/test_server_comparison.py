@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from glm53_mono.metrics import FALLBACK, KERNEL
-from test.e2e.compare import FLIP, MOST_FLIPS, OWN_NOISE, compare, compare_greedy, compare_rows, decoded
+from test.e2e.compare import FLIP, MOST_FLIPS, OWN_NOISE, compare, compare_all, compare_greedy, compare_rows, decoded
+from test.e2e.forced_tokens import Forced
 from test.e2e.graph_nodes import misplaced
 from test.e2e.scenario import FEWEST_FORCED_STEPS
 from test.e2e.server import Answer, grown
-from test.e2e.test_glm53_flash_server import (
-    NEAR_TIE,
-    assert_close,
-    assert_same_continuations,
-    assert_served,
-)
+from test.e2e.test_glm53_flash_server import LOGIT_STEP, assert_close, assert_same_log_probabilities, assert_served
 
 STEPS, HIDDEN, VOCAB = 64, 48, 80
 NOISE = 4e-3
@@ -42,7 +39,7 @@ def near(draw: torch.Generator, expected: torch.Tensor, distance: float | torch.
     return expected + error / error.norm(dim=1, keepdim=True) * expected.norm(dim=1, keepdim=True) * distance
 
 
-def answer(states: torch.Tensor | None = None, tokens: int = 0, **changes: object) -> Answer:
+def answer(states: torch.Tensor | None = None, tokens: int = STEPS + 1, **changes: object) -> Answer:
     """An answer with hidden states as a server sends them, the prompt's in a list of their own, and `tokens` tokens."""
     hidden = [] if states is None else [[[9.0] * HIDDEN] * 3, *states.tolist()]
     likely = [-0.1 * (1 + place % 5) for place in range(tokens)]
@@ -135,6 +132,30 @@ def test_logits_come_from_the_decode_steps_hidden_states(draw: torch.Generator) 
     assert 0.3 * NOISE < rows.overall < 3 * NOISE
 
 
+def test_the_last_row_of_a_retracted_requests_prefill_is_a_tokens(draw: torch.Generator) -> None:
+    states = normal(draw, STEPS, HIDDEN)
+    retracted = answer(states)
+    retracted.hidden[8] = [[9.0] * HIDDEN, [8.0] * HIDDEN, retracted.hidden[8]]
+    assert torch.equal(decoded(retracted), states)
+
+
+def test_rows_after_another_token_are_left_out(draw: torch.Generator) -> None:
+    """Both arms' states are compared as long as both were given the same tokens, over all requests together."""
+    states, head = normal(draw, STEPS, HIDDEN), normal(draw, VOCAB, HIDDEN)
+    expected = answer(states)
+    changed = near(draw, states, NOISE)
+    changed[20:] = 0.0
+    found = answer(changed, tokens=STEPS + 1)
+    found.tokens[20:] = [token + 100 for token in found.tokens[20:]]
+    rows = compare(found, expected, head)
+    assert len(rows.distances) == 20 and rows.overall < 3 * NOISE
+    assert len(compare_all([found, expected], [expected, expected], head).distances) == 20 + STEPS
+    other = replace(found, tokens=[token + 100 for token in expected.tokens])
+    assert len(compare_all([other, expected], [expected, expected], head).distances) == STEPS
+    with pytest.raises(ValueError, match="no two answers begin with the same token"):
+        compare(other, expected, head)
+
+
 def test_rows_that_are_one_off_are_far_away(draw: torch.Generator) -> None:
     states, head = normal(draw, STEPS, HIDDEN), normal(draw, VOCAB, HIDDEN)
     assert compare(answer(states[1:]), answer(states[:-1]), head).overall > 1.0
@@ -155,45 +176,49 @@ def test_no_rows_are_refused() -> None:
 def test_equal_continuations() -> None:
     found = compare_greedy(answer(tokens=12), answer(tokens=12))
     assert (found.same, found.gap, found.logprob_error) == (12, None, 0.0)
-    assert_same_continuations([answer(tokens=12)], [answer(tokens=12)])
-
-
-def other_at(place: int, expected: Answer) -> Answer:
-    """Another token at one place; what follows it is of no account."""
-    changed = [*expected.tokens[:place], *(token + 100 for token in expected.tokens[place:])]
-    return replace(expected, tokens=changed, logprobs=[*expected.logprobs[:place], *[-9.0] * (12 - place)])
-
-
-def test_a_near_tie_may_go_the_other_way() -> None:
-    expected = answer(tokens=12)
-    gaps = [*expected.top_gaps[:5], NEAR_TIE / 2, *expected.top_gaps[6:]]
-    expected = replace(expected, top_gaps=gaps)
-    found = compare_greedy(other_at(5, expected), expected)
-    assert (found.same, found.gap, found.logprob_error) == (5, NEAR_TIE / 2, 0.0)
-    assert_same_continuations([other_at(5, expected)], [expected])
+    assert_same_log_probabilities([answer(tokens=12)], [answer(tokens=12)])
 
 
 @pytest.mark.parametrize("place", [0, 5, 11])
-def test_another_token_that_was_no_near_tie_is_found(place: int) -> None:
+def test_continuations_are_compared_until_they_part(place: int) -> None:
     expected = answer(tokens=12)
-    assert compare_greedy(other_at(place, expected), expected).gap == 1.0 + place
-    with pytest.raises(AssertionError):
-        assert_same_continuations([other_at(place, expected)], [expected])
+    tokens = [*expected.tokens[:place], *(token + 100 for token in expected.tokens[place:])]
+    found = replace(expected, tokens=tokens, logprobs=[*expected.logprobs[:place], *[-9.0] * (12 - place)])
+    parted = compare_greedy(found, expected)
+    assert (parted.same, parted.gap, parted.logprob_error) == (place, expected.top_gaps[place], 0.0)
+    assert_same_log_probabilities([found], [expected])
 
 
 def test_shifted_log_probabilities_are_found() -> None:
     expected = answer(tokens=12)
-    shifted = replace(expected, logprobs=[logprob - 0.3 for logprob in expected.logprobs])
+    shifted = replace(expected, logprobs=[logprob - 2 * LOGIT_STEP for logprob in expected.logprobs])
     moved = replace(expected, logprobs=[*expected.logprobs[1:], expected.logprobs[0]])
-    assert compare_greedy(shifted, expected).logprob_error == pytest.approx(0.3)
+    assert compare_greedy(shifted, expected).logprob_error == pytest.approx(2 * LOGIT_STEP)
     for wrong in (shifted, moved):
         with pytest.raises(AssertionError):
-            assert_same_continuations([wrong], [expected])
+            assert_same_log_probabilities([wrong], [expected])
 
 
 def test_a_continuation_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         compare_greedy(answer(tokens=11), answer(tokens=12))
+
+
+def forced(params: dict[str, object], steps: int, known: int) -> int:
+    """The token that is left to a request so many decode steps behind a prefill, which knew `known` tokens."""
+    params["__req__"] = SimpleNamespace(decode_batch_idx=steps, output_ids=[0] * known)
+    logits = torch.randn(2, VOCAB)
+    Forced()(logits[1:], [params])
+    assert logits[0].isfinite().all() and int(logits[1].isfinite().sum()) == 1
+    return int(logits[1].argmax())
+
+
+def test_tokens_are_forced_through_retraction() -> None:
+    """A step's token that had not come back when its request was retracted is made once more."""
+    params: dict[str, object] = {"forced_tokens": [7, 3, 9, 1, 5]}
+    assert [forced(params, 0, 0)] * 2 == [7, forced(params, 0, 0)], "each part of a prompt makes a token"
+    assert [forced(params, steps, known) for steps, known in ((1, 0), (2, 1))] == [3, 9]
+    assert [forced(params, steps, known) for steps, known in ((0, 2), (1, 2), (2, 3), (3, 4))] == [9, 1, 5, 5]
 
 
 SERVED = {(KERNEL, ""): FEWEST_FORCED_STEPS, (FALLBACK, "extend"): 30}
