@@ -142,27 +142,42 @@ def leave_mix_share(mix, tile, row, new, fn):
 
 
 @triton.jit
+def stream_row(workspace, tile, row, rows, COLUMNS: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
+    """A row's streams in a tile, its post and its comb: what its update needs before the branch's output is there.
+
+    Zeros beyond the last row.
+    """
+    streams = region(workspace, W.streams, tl.bfloat16) + row * G.stream_width
+    coefficients = region(workspace, W.coefficients, tl.float32) + row * SLOTS
+    stream = tl.arange(0, GROUP)
+    column = (tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    pair = stream[:, None] * GROUP + stream[None, :]
+    x = tl.load(streams + stream[:, None] * G.hidden + column, mask=(row < rows) & (column < G.hidden), other=0.0)
+    post = tl.load(coefficients + stream, mask=row < rows, other=0.0)
+    comb = tl.load(coefficients + GROUP + pair, mask=row < rows, other=0.0)
+    return x, post, comb
+
+
+@triton.jit
 def update_streams(
-    workspace, tile, rows, fn, COLUMNS: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BACKEND: tl.constexpr
-):
+    workspace, tile, rows, fn, x, post, comb,
+    COLUMNS: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """x'[o] = bf16(post[o] a + sum_i comb[i, o] x[i]) in place for one tile of columns.
 
-    `a` (bf16 [8, COLUMNS]) is in this program's `tile` region. Also leaves the tile's mix shares.
+    `a` (bf16 [8, COLUMNS]) is in this program's `tile` region; `x`, `post` and `comb` are the first row's `stream_row`.
+    A row's own are asked for while the row before it is computed. Also leaves the tile's mix shares.
     """
     program_barrier(BACKEND)
     streams = region(workspace, W.streams, tl.bfloat16)
     mix = region(workspace, W.mix, tl.float32)
-    coefficients = region(workspace, W.coefficients, tl.float32)
     branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
-    lane = tl.arange(0, GROUP)
     column = tl.arange(0, COLUMNS)
     inside = (tile * COLUMNS + column < G.hidden)[None, :]
-    place = lane[:, None] * G.hidden + (tile * COLUMNS + column)[None, :]
+    place = tl.arange(0, GROUP)[:, None] * G.hidden + (tile * COLUMNS + column)[None, :]
     for row in range(rows):
         a = tl.load(branch + row * COLUMNS + column).to(tl.float32)
-        x = tl.load(streams + row * G.stream_width + place, mask=inside, other=0.0).to(tl.float32)
-        post = tl.load(coefficients + row * SLOTS + lane)
-        comb = tl.load(coefficients + row * SLOTS + GROUP + lane[:, None] * GROUP + lane[None, :])
-        new = bf16(post[:, None] * a[None, :] + tl.sum(comb[:, :, None] * x[:, None, :], 0))
+        new = bf16(post[:, None] * a[None, :] + tl.sum(comb[:, :, None] * x.to(tl.float32)[:, None, :], 0))
         tl.store(streams + row * G.stream_width + place, new.to(tl.bfloat16), mask=inside)
+        x, post, comb = stream_row(workspace, tile, row + 1, rows, COLUMNS, W, G)
         leave_mix_share(mix, tile, row, tl.where(inside, new, 0.0), fn)

@@ -80,7 +80,7 @@ def mla_query(
 ):  # fmt: skip
     """Queries of attention and indexer; the caches' new latents, ring rows and closed pools.
 
-    Tasks: one whole output tile; then, from the last program down, one request's cache writes.
+    Tasks: one whole output tile; one request's cache writes, in the last programs, which have no tile.
     """
     COLUMNS: tl.constexpr = T.query_columns
     DEPTH: tl.constexpr = T.query_depth
@@ -96,8 +96,13 @@ def mla_query(
     x = private(workspace, W.query_latent, W.query_latent_bytes, tl.bfloat16)
     row = row_index()[:, None]
     acc = zero_tile(COLUMNS)
-    for i in tl.range(0, (TILES - pid + programs - 1) // programs * CHUNKS, num_stages=T.stages):
-        tile = pid + (i // CHUNKS) * programs
+    requests = rows // step.tokens
+    writers = tl.maximum(tl.minimum(requests, programs // T.programs_a_writer), 1)
+    # a lone program does both
+    workers = tl.maximum(programs - writers, 1)
+    tiles = tl.where(pid < workers, (TILES - pid + workers - 1) // workers, 0)
+    for i in tl.range(0, tiles * CHUNKS, num_stages=T.stages):
+        tile = pid + (i // CHUNKS) * workers
         first = (i % CHUNKS) * DEPTH
         is_query = tile < QUERY_TILES
         local = tile - tl.where(is_query, 0, QUERY_TILES)
@@ -113,7 +118,8 @@ def mla_query(
             stored = (row < rows) & (column < width)[None, :]
             tl.store(out + row * width + column[None, :], unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)
             acc = zero_tile(COLUMNS)
-    for request in range(programs - 1 - pid, rows // step.tokens, programs):
+    from_last = programs - 1 - pid
+    for request in range(tl.where(from_last < writers, from_last, requests), requests, writers):
         for token in range(0, step.tokens):
             write_latent(workspace, record, step, request * step.tokens + token, W, G)
         close_pools(workspace, record, step, request, VERIFY, TILED, W, G, BACKEND)

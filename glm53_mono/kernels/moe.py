@@ -12,7 +12,7 @@ from glm53_mono.geometry import MAX_ROWS
 from glm53_mono.kernels.dense import gate_up
 from glm53_mono.kernels.gemv import add_chunk, folded_columns, pair_row, row_index, split_pairs, unfold, zero_tile
 from glm53_mono.kernels.memory import pointer, private, region
-from glm53_mono.kernels.mhc import next_fn, update_streams
+from glm53_mono.kernels.mhc import next_fn, stream_row, update_streams
 from glm53_mono.kernels.numerics import bf16, clamped_swiglu, sigmoid
 from glm53_mono.kernels.record import Word, device
 from glm53_mono.kernels.sync import program_barrier
@@ -162,6 +162,7 @@ def down(
     count = tl.load(listed + W.distinct_count_at)
     for tile in range(tl.program_id(0), W.mix_tiles, tl.num_programs(0)):
         fn = next_fn(record, tile * COLUMNS, COLUMNS, G)
+        streams, post, comb = stream_row(workspace, tile, 0, rows, COLUMNS, W, G)
         weight_row = tl.minimum(tile * COLUMNS + folded_columns(COLUMNS), G.hidden - 1)
         acc = zero_tile(COLUMNS)
         shared = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -184,4 +185,4 @@ def down(
         else:
             f = bf16(G.routed_scale * routed) + bf16(shared)
         tl.store(branch + row[:, None] * COLUMNS + lane[None, :], f.to(tl.bfloat16))
-        update_streams(workspace, tile, rows, fn, COLUMNS, W, G, BACKEND)
+        update_streams(workspace, tile, rows, fn, streams, post, comb, COLUMNS, W, G, BACKEND)

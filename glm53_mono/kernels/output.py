@@ -5,7 +5,7 @@ import triton.language as tl
 
 from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
 from glm53_mono.kernels.memory import pointer, private, region
-from glm53_mono.kernels.mhc import next_fn, update_streams
+from glm53_mono.kernels.mhc import next_fn, stream_row, update_streams
 from glm53_mono.kernels.record import Word, device
 
 OUTPUT = device(Word.OUTPUT)
@@ -32,9 +32,10 @@ def write_branch(
     lane = tl.arange(0, COLUMNS)
     for tile in range(tl.program_id(0), W.mix_tiles, tl.num_programs(0)):
         fn = next_fn(record, tile * COLUMNS, COLUMNS, G)
+        streams, post, comb = stream_row(workspace, tile, 0, rows, COLUMNS, W, G)
         weight_row = tl.minimum(tile * COLUMNS + folded_columns(COLUMNS), G.hidden - 1)
         acc = zero_tile(COLUMNS)
         for i in tl.range(0, K // DEPTH, num_stages=T.stages):
             acc = add_chunk(acc, x, K, rows, matrix, weight_row, i * DEPTH, K, DEPTH)
         tl.store(branch + row_index()[:, None] * COLUMNS + lane[None, :], unfold(acc, COLUMNS).to(tl.bfloat16))
-        update_streams(workspace, tile, rows, fn, COLUMNS, W, G, BACKEND)
+        update_streams(workspace, tile, rows, fn, streams, post, comb, COLUMNS, W, G, BACKEND)

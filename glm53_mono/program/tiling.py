@@ -38,6 +38,8 @@ class Tiling:
     latent_depth: int = 512
     query_columns: int = 32
     query_depth: int = 512
+    programs_a_writer: int = 32
+    """of which one writes requests' caches while the others compute queries; each request has at most one"""
     router_columns: int = 32
     router_depth: int = 512
     absorb_columns: int = 64
