@@ -21,7 +21,8 @@ CONTEXT = 1024
 
 def measured() -> dict[int, tuple[float, float, float]]:
     """By rows: bytes of weights in GB, distinct experts a layer, milliseconds."""
-    rows = re.findall(r"^\| (\d+) \| ([\d.]+) GB \| ([\d.]+)[^|]*\| [\d.]+ \| ([\d.]+) \| [\d.]+ TB/s", MEASUREMENTS, re.M)
+    line = r"^\| (\d+) \| ([\d.]+) GB \| ([\d.]+)[^|]*\| [\d.]+ \| ([\d.]+) \| [\d.]+ TB/s"
+    rows = re.findall(line, MEASUREMENTS, re.M)
     return {int(count): (float(size), float(experts), float(ms)) for count, size, experts, ms in rows}
 
 
