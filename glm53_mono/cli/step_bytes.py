@@ -1,8 +1,10 @@
-"""Bytes of device memory that a decode step cannot do without, by what they are: the denominator of its bandwidth.
+"""Bytes of device memory that a step cannot do without, by what they are: the denominator of its bandwidth.
 
-Every weight counts once however many rows there are; of the routed experts those count that some row chose. What a step
-reads again is left out, and so are its activations and workspace and what it writes to the caches beside the KDA state:
-they stay in the L2 cache, or are below a megabyte.
+Every weight counts once however many rows there are; of the routed experts those count that some row chose. A request's
+KDA state is read once and written once a row, in decode to its slot and in verify to the scratch of each draft token.
+What a step reads again is left out, and so are its activations and workspace and what it writes to the caches beside
+the KDA state: they stay in the L2 cache, or are below a megabyte. The rows of a request read nearly the same latents
+and the same index keys: those of its last row count.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ class StepBytes:
         weights: matrices, norms and gates of all layers, routed experts left out.
         experts: the routed experts that some row chose.
         embedding: a row of the table for each token.
-        latents: the latents that the rows attend to.
-        index_keys: the pooled keys, with their scales, of rows that see more pools than they may attend to.
-        state: recurrent states and convolution windows, read and written.
+        latents: the latents that the requests' rows attend to.
+        index_keys: the pooled keys, with their scales, of requests that see more pools than they may attend to.
+        state: recurrent states and convolution windows, read once a request and written once a row.
     """
 
     weights: int
@@ -54,15 +56,20 @@ class StepBytes:
 
 
 def step_bytes(
-    geometry: Geometry, weights: StepWeights, lengths: Sequence[int], distinct_experts: Sequence[int]
+    geometry: Geometry,
+    weights: StepWeights,
+    lengths: Sequence[int],
+    distinct_experts: Sequence[int],
+    tokens: int = 1,
 ) -> StepBytes:
-    """Bytes of one decode step, a row a request.
+    """Bytes of one decode or verify step.
 
     Args:
         geometry: of the rank.
         weights: of the rank; their own sizes count, not the geometry's.
-        lengths: tokens of each request, the step's own included.
+        lengths: tokens that the first row of each request sees, its own included.
         distinct_experts: of each layer with routed experts, in order.
+        tokens: rows of a request; each sees a token more than the one before it.
 
     Raises:
         ValueError: counts for another number of layers.
@@ -71,16 +78,17 @@ def step_bytes(
     if len(distinct_experts) != len(sparse):
         raise ValueError(f"{len(distinct_experts)} counts of experts for {len(sparse)} layers that route")
     routed = sum(_experts(ffn, geometry.experts) for ffn in sparse)
+    last = [length + tokens - 1 for length in lengths]
     return StepBytes(
         weights=_size(weights.layers) - routed + _size(weights.norm),
         experts=sum(
             count * _experts(ffn, geometry.experts) // geometry.experts
             for count, ffn in zip(distinct_experts, sparse, strict=True)
         ),
-        embedding=len(lengths) * weights.embedding.bytes // weights.embedding.rows,
-        latents=len(geometry.dsa_layers) * sum(attended_tokens(geometry, n) for n in lengths) * _latent(geometry),
-        index_keys=len(geometry.dsa_layers) * sum(scored_pools(geometry, n) for n in lengths) * _pool_key(geometry),
-        state=len(geometry.kda_layers) * len(lengths) * 2 * _state(geometry),
+        embedding=len(lengths) * tokens * weights.embedding.bytes // weights.embedding.rows,
+        latents=len(geometry.dsa_layers) * sum(attended_tokens(geometry, n) for n in last) * _latent(geometry),
+        index_keys=len(geometry.dsa_layers) * sum(scored_pools(geometry, n) for n in last) * _pool_key(geometry),
+        state=len(geometry.kda_layers) * len(lengths) * (1 + tokens) * _state(geometry),
     )
 
 

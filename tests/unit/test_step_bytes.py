@@ -74,6 +74,25 @@ def test_weights_count_once_and_caches_by_request(weights: StepWeights) -> None:
     assert one.embedding == 2 * GEOMETRY.hidden
 
 
+def test_a_verify_step_reads_a_state_once_and_writes_it_for_every_token(weights: StepWeights) -> None:
+    """Two requests of four rows: two states read, eight written, eight embeddings, and the last rows' latents."""
+    decode, verify = (step_bytes(GEOMETRY, weights, [40, 90], [2, 2], tokens) for tokens in (1, 4))
+    assert (verify.weights, verify.experts) == (decode.weights, decode.experts)
+    assert verify.embedding == 4 * decode.embedding
+    assert verify.state * 4 == decode.state * 10
+    longer = step_bytes(GEOMETRY, weights, [43, 93], [2, 2])
+    assert verify.latents == longer.latents > decode.latents
+    assert verify.index_keys == longer.index_keys
+
+
+@pytest.mark.parametrize(("first", "scored"), [(2048, 0), (2049, 513)])
+def test_the_last_row_of_a_request_says_what_is_scored(weights: StepWeights, first: int, scored: int) -> None:
+    """Its fourth row is the first to see 2,052 tokens, and so to select."""
+    found = step_bytes(FULL, weights, [first], [1] * SPARSE, 4)
+    assert found.index_keys == 11 * scored * 132
+    assert step_bytes(FULL, weights, [first], [1] * SPARSE).index_keys == 0
+
+
 @pytest.mark.parametrize(
     ("length", "attended", "scored"),
     [(1, 1, 0), (3, 3, 0), (4, 4, 0), (1024, 1024, 0), (2051, 2051, 0), (2052, 2048, 513), (8193, 2049, 2048)],
