@@ -187,6 +187,12 @@ class Server:
             return list(pool.map(self.generate, generations))
 
 
+def drafting(steps: int) -> tuple[str, ...]:
+    """Arguments of MTP with so many draft steps."""
+    arguments = f"--speculative-algorithm EAGLE --speculative-num-steps {steps} --speculative-eagle-topk 1"
+    return (*arguments.split(), "--speculative-num-draft-tokens", str(steps + 1))
+
+
 @contextmanager
 def running(
     model: Path, log_file: Path, *arguments: str, environment: Mapping[str, str] | None = None

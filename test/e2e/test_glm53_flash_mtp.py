@@ -16,7 +16,7 @@ from test.e2e import likely_drafts, mtp_scenario
 from test.e2e.compare import compare_greedy, decoded, wrong_answers
 from test.e2e.conftest import head_of
 from test.e2e.mtp_scenario import AT_ONCE, Plan, Results, accept_length, verify_steps, watched_answers
-from test.e2e.server import COUNTED, MONOKERNEL, Answer, running
+from test.e2e.server import COUNTED, MONOKERNEL, Answer, drafting, running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -42,12 +42,6 @@ FEWEST_SAME = 8
 
 DEVIATIONS = 4
 """Standard deviations of an accept length's mean, of which one run in some ten thousand is further away."""
-
-
-def drafting(steps: int) -> tuple[str, ...]:
-    """Arguments of MTP with so many draft steps."""
-    arguments = f"--speculative-algorithm EAGLE --speculative-num-steps {steps} --speculative-eagle-topk 1"
-    return (*arguments.split(), "--speculative-num-draft-tokens", str(steps + 1))
 
 
 @pytest.fixture(scope="session")
