@@ -117,7 +117,7 @@ def _weight_format(server: Server) -> str | None:
     return _unless_in(server.quantization, READABLE_FORMATS)
 
 
-REFUSALS: tuple[Refusal, ...] = (
+DRAFT_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "speculative algorithm",
         _foreign_algorithm,
@@ -162,6 +162,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--decoupled-spec-role {found} has its drafts made by another engine, and verify launches are built for "
         "SGLang's own EAGLE worker: drop it",
     ),
+)
+"""Drafts that are not one chain of EAGLE's, of at most a launch's rows."""
+
+REFUSALS: tuple[Refusal, ...] = (
+    *DRAFT_REFUSALS,
     Refusal(
         "pipelined verify rows",
         lambda s: s.environment.pp_spec,

@@ -1,13 +1,14 @@
-"""`glm53-mono bench`: a decode step's time with the monokernel and with SGLang's own forward, over one loaded model."""
+"""`glm53-mono bench`: a step's time with the monokernel and with SGLang's own forward, over one loaded model."""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,15 +23,21 @@ from glm53_mono.checkpoint.tensors import tensor_table
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.cli.versions import SOFTWARE, versions_of
 from glm53_mono.geometry import MAX_ROWS, Geometry, GeometryError
+from glm53_mono.refusals import DRAFT_REFUSALS, reasons
 
 if TYPE_CHECKING:
     import torch
 
     from glm53_mono.cli.bench_report import Report
     from glm53_mono.upstream.bench_runner import BenchRunner, BenchServer
+    from glm53_mono.upstream.running import ServedStep
+    from glm53_mono.upstream.server import Server
 
 DEFAULT_CONTEXTS = "1024,8192"
 DEFAULT_PREDICTED_ROWS = (1, 2, 4, 8)
+DRAFTS = "EAGLE"
+"""SGLang's algorithm whose verify steps are measured; NEXTN resolves to it."""
+
 DUMMY = "dummy"
 """SGLang's load format that reads no weights (configs/load_config.py)."""
 
@@ -59,17 +66,20 @@ class Options:
     seed: int
     json: Path | None
     phases: bool = False
+    drafts_ms: Mapping[int, float] = field(default_factory=dict)
 
 
 def bench(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- LAUNCH_SERVER_ARGUMENTS", help="The server whose decode steps are measured."),
+        typer.Argument(metavar="-- LAUNCH_SERVER_ARGUMENTS", help="The server whose steps are measured."),
     ] = None,
     rows: Annotated[
-        str | None, typer.Option(help="Rows of a step, e.g. 1,2,4,8; default: all that have graphs.")
+        str | None, typer.Option(help="Rows of a step, all requests together, e.g. 1,2,4,8; default: all with graphs.")
     ] = None,
-    contexts: Annotated[str, typer.Option(help="Tokens of each request, the step's own included.")] = DEFAULT_CONTEXTS,
+    contexts: Annotated[
+        str, typer.Option(help="Tokens that the first row of each request sees, its own included.")
+    ] = DEFAULT_CONTEXTS,
     steps: Annotated[int, typer.Option(help="Replays of each graph; the median counts.")] = 50,
     only: Annotated[Only, typer.Option(help="Measure one arm alone.")] = Only.BOTH,
     randomise: Annotated[
@@ -86,6 +96,14 @@ def bench(
     phases: Annotated[
         bool, typer.Option("--phases", help="Tell where a launch's time goes; compiles the kernel once more.")
     ] = False,
+    drafts_ms: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DRAFTS=MS[,...]",
+            help="For a server that drafts: what a round of so many drafts takes beside its verify step, at one "
+            "request, such as the round of `python -m test.e2e.mtp_round` less the step measured here.",
+        ),
+    ] = None,
     predict: Annotated[
         str | None,
         typer.Option(
@@ -97,14 +115,21 @@ def bench(
         str | None, typer.Option(help="Weights, with --predict: bf16, fp8 or mxfp4; default bf16.")
     ] = None,
 ) -> None:
-    """Measure decode steps: the monokernel against SGLang's own forward, both as CUDA graphs over one loaded model.
+    """Measure steps: the monokernel against SGLang's own forward, both as CUDA graphs over one loaded model.
 
-    Starts no server: SGLang's model runner runs in this process, on the first visible GPU. With --predict nothing runs:
-    the published model's steps are predicted.
+    The steps are decode steps, or verify steps where the server's arguments ask for EAGLE drafts: then also launches by
+    rows. Starts no server: SGLang's model runner runs in this process, on the first visible GPU. With --predict nothing
+    runs: the published model's steps are predicted.
     """
     try:
-        options = replace(parse_options(rows, contexts, steps, only, randomise, seed, as_json), phases=phases)
+        options = replace(
+            parse_options(rows, contexts, steps, only, randomise, seed, as_json),
+            phases=phases,
+            drafts_ms={} if drafts_ms is None else parse_drafts_ms(drafts_ms),
+        )
         if predict is not None:
+            if options.drafts_ms:
+                raise OptionError("--drafts-ms is for a server that drafts, and --predict starts none")
             _predict(predict, 1 if tp is None else tp, weights or "bf16", options, arguments or [])
             return
         for name, value in (("--tp", tp), ("--weights", weights)):
@@ -147,6 +172,21 @@ def parse_options(
     )
 
 
+def parse_drafts_ms(text: str) -> dict[int, float]:
+    """Milliseconds by number of drafts.
+
+    Raises:
+        OptionError: something else, or a number twice.
+    """
+    found: dict[int, float] = {}
+    for pair in text.split(","):
+        matched = re.fullmatch(r"([1-9]\d*)=(\d+(?:\.\d+)?)", pair.strip())
+        if matched is None or int(matched[1]) in found:
+            raise OptionError(f"--drafts-ms {text!r} is not a list of drafts and milliseconds, such as 1=1.5,3=3.2")
+        found[int(matched[1])] = float(matched[2])
+    return found
+
+
 def arms_of(options: Options, server: BenchServer) -> tuple[str, ...]:
     """The arms to measure.
 
@@ -162,23 +202,40 @@ def arms_of(options: Options, server: BenchServer) -> tuple[str, ...]:
     return {Only.BOTH: (MONOKERNEL, SGLANG), Only.MONOKERNEL: (MONOKERNEL,), Only.SGLANG: (SGLANG,)}[options.only]
 
 
-def shapes_of(options: Options, captured: Sequence[int], monokernel: bool) -> list[tuple[int, int]]:
+def check_drafts(server: Server, drafts_ms: Mapping[int, float]) -> None:
+    """Refuses drafts whose verify steps are not measured, and times of drafts where there are none.
+
+    Raises:
+        OptionError: likewise.
+    """
+    algorithm = server.arguments.speculative_algorithm
+    if algorithm not in (None, DRAFTS):
+        raise OptionError(f"--speculative-algorithm {algorithm}: of drafts only those of {DRAFTS} are measured")
+    for reason in reasons(DRAFT_REFUSALS, server):
+        raise OptionError(reason)
+    if drafts_ms and algorithm is None:
+        raise OptionError("--drafts-ms is for a server that drafts: add its --speculative- arguments")
+
+
+def shapes_of(options: Options, captured: Sequence[int], monokernel: bool, tokens: int = 1) -> list[tuple[int, int]]:
     """(rows, context) of every step shape, the contexts of one width together.
 
     Args:
         options: whose rows are measured; without any, all that can be.
-        captured: rows of the decode graphs.
+        captured: requests of the graphs.
         monokernel: whether the rows must be some that it runs.
+        tokens: rows of a request.
 
     Raises:
         OptionError: rows without a graph of their own.
     """
-    captured = [count for count in captured if not monokernel or count <= MAX_ROWS]
-    rows = captured if options.rows is None else options.rows
-    missing = [count for count in rows if count not in captured]
+    widths = [count * tokens for count in captured if not monokernel or count * tokens <= MAX_ROWS]
+    rows = widths if options.rows is None else options.rows
+    missing = [count for count in rows if count not in widths]
     if missing:
-        have = ", ".join(map(str, captured)) + (f" of up to {MAX_ROWS}" if monokernel else "")
-        raise OptionError(f"--rows {missing[0]} has no graph of its own; captured: {have} (--cuda-graph-bs-decode)")
+        have = ", ".join(map(str, widths)) + (f" of up to {MAX_ROWS}" if monokernel else "")
+        size = "--cuda-graph-bs-decode" + (f" times {tokens} rows a request" if tokens > 1 else "")
+        raise OptionError(f"--rows {missing[0]} has no graph of its own; captured: {have} ({size})")
     return [(count, context) for count in rows for context in options.contexts]
 
 
@@ -225,7 +282,8 @@ def _run(arguments: list[str], options: Options) -> Report:
         say("resolving the arguments")
         server = bench_runner.resolve(arguments)
         arms = arms_of(options, server)
-        shapes_of(options, server.server.captured_batch_sizes, server.monokernel)
+        check_drafts(server.server, options.drafts_ms)
+        shapes_of(options, server.server.captured_batch_sizes, server.monokernel, server.server.tokens_per_request)
         draw = drawn_weights(options, server)
         origin = provenance(arguments, options, server.server.arguments.load_format if draw is None else "drawn")
         with torch.no_grad():
@@ -244,24 +302,32 @@ def _measure(
 ) -> Report:
     import torch
 
-    from glm53_mono.cli.bench_measure import copy_bandwidth, fill_caches, measure_point
+    from glm53_mono.cli.bench_measure import copy_bandwidth, fill_caches, measure_point, measure_rows
     from glm53_mono.cli.bench_report import Report
     from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG
     from glm53_mono.upstream.model import step_weights
+    from glm53_mono.upstream.running import served_step
 
     if server.monokernel and SGLANG in arms:
         say("capturing SGLang's own forward")
         runner.capture_own_forward()
     say("measuring the copy bandwidth")
-    report = Report(origin, copy_bandwidth(), runner.head_bytes)
+    step = served_step()
+    report = Report(
+        origin,
+        copy_bandwidth(),
+        runner.head_bytes,
+        tokens_per_request=step.tokens_per_request,
+        drafts_ms=options.drafts_ms,
+    )
     geometry = Geometry.from_config(runner.hf_config, 1)
     weights = step_weights(runner.model, geometry)
-    generator = torch.Generator("cuda").manual_seed(options.seed)
+    generator = torch.Generator(weights.norm.device).manual_seed(options.seed)
     fill_caches(runner, MONOKERNEL if server.monokernel else SGLANG, geometry, generator)
-    shapes = shapes_of(options, runner.captured_rows, server.monokernel)
+    shapes = shapes_of(options, runner.captured_requests, server.monokernel, step.tokens_per_request)
     for rows, context in shapes:
         # refused here, before the first is measured
-        runner.decode_batch(torch.zeros(rows, dtype=torch.int64, device=generator.device), context)
+        runner.step_batch(step, torch.zeros(rows, dtype=torch.int64, device=generator.device), context)
     for rows, context in shapes:
         say(f"{rows} rows, {context} tokens")
         point = measure_point(
@@ -269,6 +335,7 @@ def _measure(
             arms,
             weights,
             geometry,
+            step,
             launch=server.monokernel,
             phases=options.phases,
             rows=rows,
@@ -280,7 +347,29 @@ def _measure(
         say(" ".join(f"{name} {timing.median_ms:.3f} ms" for name, timing in point.arms.items()))
         if options.json is not None:
             report.write(options.json)
+    for rows, context in shapes if measures_rows(step, arms) else ():
+        requests = rows // step.tokens_per_request
+        say(f"launches of {requests} requests by rows, {context} tokens")
+        report.by_rows += measure_rows(
+            runner,
+            weights,
+            geometry,
+            step,
+            requests=requests,
+            context=context,
+            steps=options.steps,
+            generator=generator,
+        )
+        if options.json is not None:
+            report.write(options.json)
     return report
+
+
+def measures_rows(step: ServedStep, arms: Sequence[str]) -> bool:
+    """Whether launches are measured by rows: those of a server that drafts, with the kernel."""
+    from glm53_mono.upstream.bench_runner import MONOKERNEL
+
+    return step.mode == "target_verify" and MONOKERNEL in arms
 
 
 def provenance(arguments: Sequence[str], options: Options, weights: str) -> dict[str, Any]:
@@ -349,8 +438,6 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _print(report: Report) -> None:
-    from glm53_mono.cli.bench_report import NOTES
-
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 200
@@ -358,9 +445,12 @@ def _print(report: Report) -> None:
         shown = " ".join(value) if isinstance(value, list) else value
         console.print(f"{name}: {shown}", soft_wrap=True)
     console.print(report.table())
+    by_rows = report.rows_table()
+    if by_rows is not None:
+        console.print(by_rows)
     for table in report.phase_tables():
         console.print(table)
-    for note in NOTES:
+    for note in report.notes:
         console.print(note, soft_wrap=True)
 
 

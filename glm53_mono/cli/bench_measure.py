@@ -1,18 +1,21 @@
-"""Times of a decode step's graphs, of the monokernel's launch by itself, and of its barriers, on the GPU."""
+"""Times of a step's graphs, of the monokernel's launch by itself, and of its barriers, on the GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
 import torch
 
 from glm53_mono.bindings import bind_pools
-from glm53_mono.cli.bench_report import Barriers, Launched, PhaseTime, Point, Timing
+from glm53_mono.cli.bench_report import Barriers, Launched, PhaseTime, Point
+from glm53_mono.cli.bench_times import Timing
 from glm53_mono.cli.step_bytes import scored_pools, step_bytes
+from glm53_mono.cli.verify_cost import RowsCost
 from glm53_mono.geometry import Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
 from glm53_mono.kernels.record import Kind
@@ -22,7 +25,7 @@ from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import write_records
 from glm53_mono.runtime import Runtime
 from glm53_mono.upstream.bench_runner import MONOKERNEL, BenchError, BenchRunner
-from glm53_mono.upstream.running import served_step
+from glm53_mono.upstream.running import ServedStep, served_step
 from glm53_mono.upstream.step import attention_backends
 from glm53_mono.weights.model import StepWeights
 
@@ -113,6 +116,7 @@ def measure_point(
     arms: Sequence[str],
     weights: StepWeights,
     geometry: Geometry,
+    step: ServedStep,
     *,
     launch: bool,
     phases: bool,
@@ -124,8 +128,11 @@ def measure_point(
     """Measures one step shape, all arms on the same tokens and in the same places of the pools.
 
     Args:
+        step: what the server's steps are.
         launch: whether a monokernel was built, and so can be launched by itself.
         phases: whether to tell where its time goes, which compiles the kernel once more.
+        rows: of the step, whole requests.
+        context: tokens that the first row of each request sees, its own included.
         generator: of the token ids; its device is where everything runs.
 
     Raises:
@@ -136,10 +143,10 @@ def measure_point(
     ids = torch.randint(geometry.vocab, (rows,), generator=generator, device=device)
     replays: dict[str, Callable[[], object]] = {}
     for arm in (name for name in arms if name != MONOKERNEL):
-        replays[arm] = runner.prepare(arm, runner.decode_batch(ids, context))
+        replays[arm] = runner.prepare(arm, runner.step_batch(step, ids, context))
     if not launch:
         return Point(rows, context, times_of(replays, steps), None)
-    batch, built = runner.decode_batch(ids, context), runner.built
+    batch, built = runner.step_batch(step, ids, context), runner.built
     with expect_launches(built, 1):
         prepared = runner.prepare(MONOKERNEL, batch)
     if MONOKERNEL in arms:
@@ -152,16 +159,76 @@ def measure_point(
     served = (WARM_UPS + steps) * len(replays.keys() & {MONOKERNEL, LAUNCH})
     with expect_launches(built, served):
         times = times_of(replays, steps)
-    selects = scored_pools(geometry, context) > 0
+    requests, tokens = rows // step.tokens_per_request, step.tokens_per_request
+    selects = scored_pools(geometry, context + tokens - 1) > 0
     launched = Launched(
         timing=times.pop(LAUNCH),
         served=served,
         barriers=Barriers(barriers_of(built.launch, selects=selects), barrier_us(built.launch, tensors, sizes, steps)),
         distinct_experts=distinct,
-        bytes=step_bytes(geometry, weights, [context] * rows, distinct),
+        bytes=step_bytes(geometry, weights, [context] * requests, distinct, tokens),
         phases=phase_times(built.launch, tensors, sizes, hidden, selects=selects) if phases else (),
     )
     return Point(rows, context, times, launched)
+
+
+def measure_rows(
+    runner: BenchRunner,
+    weights: StepWeights,
+    geometry: Geometry,
+    step: ServedStep,
+    *,
+    requests: int,
+    context: int,
+    steps: int,
+    generator: torch.Generator,
+) -> list[RowsCost]:
+    """Measures verify launches of every request's first row, its first two, and so on up to the whole verify step.
+
+    All of them are replayed in turn, each as a graph of its own: what a server with fewer drafts would launch, on the
+    same tokens in the same places.
+
+    Args:
+        step: verify steps.
+        context: tokens that the first row of each request sees, its own included.
+
+    Raises:
+        BenchError: no graph of so many requests, no room in the pools, or launches that did not run.
+    """
+    built, device, most = runner.built, generator.device, step.tokens_per_request
+    ids = torch.randint(geometry.vocab, (requests * most,), generator=generator, device=device)
+    batch = runner.step_batch(step, ids, context)
+    with expect_launches(built, 1):
+        runner.prepare(MONOKERNEL, batch)
+    with runner.context(MONOKERNEL):
+        tensors, whole = built.arguments_of(batch)
+    replays, distinct = {}, {}
+    for tokens in range(1, most + 1):
+        step_tensors, sizes = first_rows(tensors, whole, tokens)
+        hidden = torch.empty((sizes.rows, geometry.hidden), dtype=torch.bfloat16, device=device)
+        distinct[tokens] = distinct_experts(built.launch, step_tensors, sizes, hidden)
+        replays[str(tokens)] = graph_of(partial(built.launch.run, step_tensors, sizes, hidden))
+    with expect_launches(built, (WARM_UPS + steps) * most):
+        times = times_of(replays, steps)
+    lengths = [context] * requests
+    return [
+        RowsCost(
+            requests, tokens, context, times[str(tokens)], found, step_bytes(geometry, weights, lengths, found, tokens)
+        )
+        for tokens, found in distinct.items()
+    ]
+
+
+def first_rows(tensors: StepTensors, sizes: StepSizes, tokens: int) -> tuple[StepTensors, StepSizes]:
+    """The step of the first `tokens` rows of every request of a step."""
+
+    def first(rows: torch.Tensor) -> torch.Tensor:
+        return rows[: sizes.rows].view(-1, sizes.tokens)[:, :tokens].flatten()
+
+    return (
+        tensors._replace(input_ids=first(tensors.input_ids), cache_slots=first(tensors.cache_slots)),
+        sizes._replace(rows=sizes.rows // sizes.tokens * tokens, tokens=tokens),
+    )
 
 
 def distinct_experts(launch: Launch, tensors: StepTensors, sizes: StepSizes, hidden: torch.Tensor) -> tuple[int, ...]:

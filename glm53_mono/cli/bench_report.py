@@ -7,12 +7,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from rich.table import Table
 
+from glm53_mono.cli import verify_cost
+from glm53_mono.cli.bench_times import Timing
 from glm53_mono.cli.step_bytes import StepBytes
+from glm53_mono.cli.verify_cost import RowsCost
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG
 
 NOTES = (
@@ -20,26 +23,13 @@ NOTES = (
     "forward, SGLang's metadata nodes, and its LogitsProcessor with the head's matrix.",
     "launch: the monokernel's launch alone, embedding to last norm; its bytes are the step's without the head's.",
     "bytes: every weight once, the experts that some row chose, latents attended to, index keys scored, KDA state read "
-    "and written. Bandwidth fractions are these bytes over time over what a copy in the same run read and wrote.",
+    "once a request and written once a row. Bandwidth fractions are these bytes over time over what a copy in the same "
+    "run read and wrote.",
     "barriers: a launch of as many phases that do no work, less one of a single phase. That is the price of meeting: "
     "all programs arrive together, so waiting for the slowest of them is not in it.",
     "inputs: no prompt was run; random tokens on caches filled with random values.",
 )
-"""What the numbers are, and are not; part of every report."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one thing over many replays."""
-
-    median_ms: float
-    least_ms: float
-    most_ms: float
-
-    @classmethod
-    def of(cls, milliseconds: Sequence[float]) -> Timing:
-        """Summarises single times."""
-        return cls(median(milliseconds), min(milliseconds), max(milliseconds))
+"""What the numbers of every report are, and are not."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +89,8 @@ class Point:
     """One step shape.
 
     Attributes:
-        rows: requests, one row each.
-        context: tokens of each request, the step's own included.
+        rows: of the step, all requests together.
+        context: tokens that the first row of each request sees, its own included.
         arms: the whole step's times, by arm.
         launched: None where no monokernel was built.
     """
@@ -126,12 +116,33 @@ class Report:
         provenance: device, versions, arguments.
         copy_bytes_per_s: bytes that a device-to-device copy read and wrote in a second.
         head_bytes: of the head's matrix.
+        tokens_per_request: rows of a request; more than one where the server drafts.
+        drafts_ms: what a round takes beside its verify step, by number of drafts, as measured elsewhere.
+        by_rows: verify launches by rows, the shapes of `points` one after another; empty without drafts.
     """
 
     provenance: Mapping[str, Any]
     copy_bytes_per_s: float
     head_bytes: int
     points: list[Point] = field(default_factory=list)
+    tokens_per_request: int = 1
+    drafts_ms: Mapping[int, float] = field(default_factory=dict)
+    by_rows: list[RowsCost] = field(default_factory=list)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the numbers are, and are not."""
+        return (*NOTES, *verify_cost.NOTES) if self.by_rows else NOTES
+
+    @property
+    def beside_launch_ms(self) -> dict[tuple[int, int], float]:
+        """What a step of the kernel takes beside its launch, by requests and context."""
+        return {
+            (point.rows // self.tokens_per_request, point.context): point.arms[MONOKERNEL].median_ms
+            - point.launched.timing.median_ms
+            for point in self.points
+            if point.launched is not None and MONOKERNEL in point.arms
+        }
 
     def fraction(self, step_bytes: int, timing: Timing) -> float:
         """Part of the copy bandwidth at which so many bytes were read in that time."""
@@ -143,8 +154,11 @@ class Report:
             "provenance": dict(self.provenance),
             "copy_bandwidth_bytes_per_s": self.copy_bytes_per_s,
             "head_bytes": self.head_bytes,
-            "notes": list(NOTES),
+            "notes": list(self.notes),
+            "tokens_per_request": self.tokens_per_request,
+            "drafts_ms": {str(drafts): ms for drafts, ms in self.drafts_ms.items()},
             "points": [self._point(point) for point in self.points],
+            "by_rows": list(verify_cost.as_dicts(self.by_rows, self.beside_launch_ms, self.drafts_ms)),
         }
 
     def _point(self, point: Point) -> dict[str, Any]:
@@ -187,7 +201,9 @@ class Report:
 
     def table(self) -> Table:
         """The points, a line each."""
-        table = Table(title=f"decode step, copy bandwidth {self.copy_bytes_per_s / 1e12:.2f} TB/s")
+        tokens = self.tokens_per_request
+        step = "decode step" if tokens == 1 else f"verify step of {tokens} rows a request"
+        table = Table(title=f"{step}, copy bandwidth {self.copy_bytes_per_s / 1e12:.2f} TB/s")
         for name in (
             "rows",
             "context\ntokens",
@@ -208,6 +224,12 @@ class Report:
         for point in self.points:
             table.add_row(*self._cells(point))
         return table
+
+    def rows_table(self) -> Table | None:
+        """The verify launches by rows; None where there are none."""
+        if not self.by_rows:
+            return None
+        return verify_cost.table(self.by_rows, self.beside_launch_ms, self.drafts_ms, self.copy_bytes_per_s)
 
     def phase_tables(self) -> Iterator[Table]:
         """Where the time of each point's launch goes; nothing for points without that."""

@@ -1,4 +1,7 @@
-"""A model runner in this process, without a server around it, and two sets of decode graphs over its one loaded model.
+"""A model runner in this process, without a server around it, and two sets of step graphs over its one loaded model.
+
+The steps are decode steps, or where the arguments ask for drafts the target model's verify steps; no draft model is
+loaded.
 
 The runner starts as in SGLang's own benchmark (benchmark/one_batch.py: load_model), tokenizer left out. SGLang captures
 the forward that the arguments ask for; `BenchRunner.capture_own_forward` captures its own beside it, on an attention
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from glm53_mono.upstream import launch
+from glm53_mono.upstream.running import ServedStep
 from glm53_mono.upstream.server import Server, read_server
 
 if TYPE_CHECKING:
@@ -69,7 +73,7 @@ def resolve(arguments: Sequence[str]) -> BenchServer:
 
     Raises:
         LaunchError: SGLang does not parse them, or refuses them, the monokernel included.
-        BenchError: a server with more than one rank, with drafts, or without decode graphs.
+        BenchError: a server with more than one rank, or without decode graphs.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
@@ -84,16 +88,13 @@ def resolve(arguments: Sequence[str]) -> BenchServer:
     server = read_server(cfg, hf_config)
     if server.arguments.tp_size != 1:
         raise BenchError(f"--tp {server.arguments.tp_size}: the benchmark runs in one process; use --tp 1")
-    if server.arguments.speculative_algorithm is not None:
-        drafts = server.arguments.speculative_algorithm
-        raise BenchError(f"--speculative-algorithm {drafts}: only decode steps are measured; leave the drafts out")
     if not server.captured_batch_sizes:
         raise BenchError("the server runs decode steps without CUDA graphs, which both arms are measured with")
     return BenchServer(server_args, server, cfg.enable_amd_monokernel, cfg.model_path, cfg.mem_fraction_static)
 
 
 def start(server: BenchServer, draw: Callable[[], Tensors] | None, say: Callable[[str], None]) -> BenchRunner:
-    """Load the model, allocate its caches, and capture the decode graphs of the forward that the arguments ask for.
+    """Load the model, allocate its caches, and capture the graphs of the forward that the arguments ask for.
 
     Args:
         server: of `resolve`.
@@ -140,7 +141,7 @@ def start(server: BenchServer, draw: Callable[[], Tensors] | None, say: Callable
     runner.alloc_memory_pool()
     runner.init_attention_backends()
     initialize_mamba_selective_state_update_backend(server_args)
-    say("capturing the decode graphs")
+    say("capturing the graphs")
     runner.init_cuda_graphs()
     captured = MONOKERNEL if server.monokernel else SGLANG
     return BenchRunner(runner, {captured: _Arm(runner.decode_cuda_graph_runner, runner.attn_backend)})
@@ -148,7 +149,7 @@ def start(server: BenchServer, draw: Callable[[], Tensors] | None, say: Callable
 
 @dataclass(frozen=True)
 class BenchRunner:
-    """SGLang's `ModelRunner` with the decode graphs of one arm or of both; made by `start`."""
+    """SGLang's `ModelRunner` with the step graphs of one arm or of both; made by `start`."""
 
     _runner: Any
     _arms: dict[str, _Arm]
@@ -164,8 +165,8 @@ class BenchRunner:
         return self._runner.model_config.hf_config
 
     @property
-    def captured_rows(self) -> tuple[int, ...]:
-        """Rows of the decode graphs, ascending."""
+    def captured_requests(self) -> tuple[int, ...]:
+        """Requests of the captured steps, ascending."""
         return tuple(self._arms[next(iter(self._arms))].graphs.capture_bs)
 
     @property
@@ -196,6 +197,18 @@ class BenchRunner:
             self.model.forward = dispatch
         self._arms[SGLANG] = _Arm(self._runner.decode_cuda_graph_runner, self._runner.attn_backend)
 
+    def step_batch(self, step: ServedStep, input_ids: torch.Tensor, context: int | Sequence[int]) -> Any:
+        """A step of this server: of `decode_batch` or of `verify_batch`.
+
+        Args:
+            step: what the server's steps are.
+            input_ids: [requests x tokens a request] int64 on the GPU.
+            context: tokens that the first row of each request sees, its own included; one number for all of one length.
+        """
+        if step.mode == "decode":
+            return self.decode_batch(input_ids, context)
+        return self.verify_batch(input_ids, step.tokens_per_request, context)
+
     def decode_batch(self, input_ids: torch.Tensor, context: int | Sequence[int], *, longest: int | None = None) -> Any:
         """A decode step whose rows, cache slots and state slots come from SGLang's pools.
 
@@ -213,12 +226,70 @@ class BenchRunner:
         Raises:
             BenchError: the pools have no room for it.
         """
-        import torch
-        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-        rows = input_ids.shape[0]
-        contexts = [context] * rows if isinstance(context, int) else list(context)
-        longest = longest or max(contexts)
+        lengths = _lengths(context, input_ids.shape[0])
+        slots = self._places(len(lengths), longest or int(lengths.max()), input_ids.device)
+        seq_lens = lengths.to(input_ids.device)
+        positions = seq_lens - 1
+        out_cache_loc = slots.gather(1, positions[:, None])[:, 0]
+        mode, hidden = ForwardMode.DECODE, CaptureHiddenMode.NULL
+        return self._batch(mode, input_ids, seq_lens, lengths, positions, out_cache_loc, hidden)
+
+    def verify_batch(self, input_ids: torch.Tensor, tokens: int, context: int | Sequence[int]) -> Any:
+        """A verify step of one chain of drafts a request, as SGLang prepares it (eagle_utils.py:305).
+
+        Its places come from SGLang's pools as those of `decode_batch` do.
+
+        Args:
+            input_ids: [requests x tokens] int64 on the GPU: of each request its last token, then its drafts.
+            tokens: rows of a request, as the server's graphs were captured.
+            context: tokens that the first row of each request sees, its own included, so that a decode step of the same
+                context sees as many; one number for all of one length.
+
+        Returns:
+            SGLang's `ForwardBatch`.
+
+        Raises:
+            BenchError: the pools have no room for it, or a request would have nothing committed before the step.
+        """
+        import torch
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+        from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+        device = input_ids.device
+        committed = _lengths(context, input_ids.shape[0] // tokens) - 1
+        if committed.min() < 1:
+            raise BenchError("a context of 1 token: before a verify step a token must be committed; use 2 or more")
+        requests = len(committed)
+        slots = self._places(requests, int(committed.max()) + tokens, device)
+        seq_lens = committed.to(device)
+        places = seq_lens[:, None] + torch.arange(tokens, device=device)
+        mode, hidden = ForwardMode.TARGET_VERIFY, CaptureHiddenMode.FULL
+        out_cache_loc = slots.gather(1, places).view(-1)
+        batch = self._batch(mode, input_ids, seq_lens, committed, places.view(-1), out_cache_loc, hidden)
+        no_links = torch.full((requests, tokens), -1, dtype=torch.int64, device=device)
+        batch.spec_info = EagleVerifyInput(
+            draft_token=input_ids,
+            custom_mask=None,
+            positions=batch.positions,
+            retrieve_index=torch.arange(requests * tokens, device=device).view(requests, tokens),
+            retrieve_next_token=no_links,
+            retrieve_next_sibling=no_links,
+            retrieve_cum_len=None,
+            spec_steps=tokens - 1,
+            topk=1,
+            draft_token_num=tokens,
+            capture_hidden_mode=hidden,
+            seq_lens_sum=batch.seq_lens_sum,
+            seq_lens_cpu=committed,
+        )
+        return batch
+
+    def _places(self, requests: int, longest: int, device: torch.device) -> torch.Tensor:
+        """Cache slots of the first `longest` tokens of each request, [requests, longest] int64; enters the tables."""
+        import torch
+
         pool, allocator = self._runner.req_to_token_pool, self._runner.token_to_kv_pool_allocator
         table = pool.req_to_token
         if longest > table.shape[1]:
@@ -227,33 +298,42 @@ class BenchRunner:
         allocator.clear()
         whole_pages = -(-longest // allocator.page_size) * allocator.page_size
         free_tokens, free_states = allocator.available_size(), pool.mamba_allocator.available_size()
-        slots = allocator.alloc(rows * whole_pages)
-        states = pool.mamba_allocator.alloc(rows)
+        slots = allocator.alloc(requests * whole_pages)
+        states = pool.mamba_allocator.alloc(requests)
         if slots is None:
-            need = f"{rows} requests of {longest} tokens take {rows * whole_pages} cache slots"
+            need = f"{requests} requests of {longest} tokens take {requests * whole_pages} cache slots"
             raise BenchError(f"{need} of {free_tokens}: raise --max-total-tokens or --mem-fraction-static")
         if states is None:
-            raise BenchError(f"{rows} requests take {rows} state slots of {free_states}: raise --max-mamba-cache-size")
-        device = input_ids.device
-        slots = slots.view(rows, whole_pages)[:, :longest]
-        own = slice(FIRST_ROW, FIRST_ROW + rows)
+            found = f"{requests} requests take {requests} state slots of {free_states}"
+            raise BenchError(f"{found}: raise --max-mamba-cache-size")
+        slots = slots.view(requests, whole_pages)[:, :longest]
+        own = slice(FIRST_ROW, FIRST_ROW + requests)
         table[own, :longest] = slots.to(table.dtype)
         pool.req_index_to_mamba_index_mapping[own] = states.to(torch.int32)
-        lengths = torch.tensor(contexts, dtype=torch.int64)
-        seq_lens = lengths.to(device)
+        return slots.to(device=device, dtype=torch.int64)
+
+    def _batch(
+        self, mode: Any, input_ids: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor,
+        positions: torch.Tensor, out_cache_loc: torch.Tensor, hidden: Any,
+    ) -> Any:  # fmt: skip
+        """SGLang's `ForwardBatch` of requests in the first rows of its tables; `lengths` is `seq_lens` on the host."""
+        import torch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        requests = len(lengths)
         batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=rows,
+            forward_mode=mode,
+            batch_size=requests,
             input_ids=input_ids,
-            req_pool_indices=torch.arange(own.start, own.stop, dtype=torch.int64, device=device),
+            req_pool_indices=torch.arange(FIRST_ROW, FIRST_ROW + requests, dtype=torch.int64, device=input_ids.device),
             seq_lens=seq_lens,
             orig_seq_lens=seq_lens,
             seq_lens_cpu=lengths,
-            seq_lens_sum=sum(contexts),
-            out_cache_loc=slots.gather(1, (seq_lens - 1)[:, None])[:, 0].to(torch.int64),
-            positions=seq_lens - 1,
+            seq_lens_sum=int(lengths.sum()),
+            out_cache_loc=out_cache_loc,
+            positions=positions,
             spec_algorithm=self._runner.spec_algorithm,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            capture_hidden_mode=hidden,
         )
         self._runner.kv_index_translator.bind_own_plan(batch)
         return batch
@@ -263,10 +343,10 @@ class BenchRunner:
 
         Args:
             arm: MONOKERNEL or SGLANG, whichever was captured.
-            batch: of `decode_batch`; not one that another arm has run.
+            batch: of `step_batch`; not one that another arm has run.
 
         Raises:
-            BenchError: no captured graph has exactly these rows.
+            BenchError: no captured graph has exactly these requests.
         """
         self.run(arm, batch)
         graphs = self._arms[arm].graphs
@@ -278,19 +358,19 @@ class BenchRunner:
 
         Args:
             arm: MONOKERNEL or SGLANG, whichever was captured.
-            batch: of `decode_batch`; not one that another arm has run.
+            batch: of `step_batch`; not one that another arm has run.
 
         Returns:
             SGLang's `LogitsProcessorOutput`, whose tensors the next step of the same rows overwrites.
 
         Raises:
-            BenchError: no captured graph has exactly these rows.
+            BenchError: no captured graph has exactly these requests.
         """
         graphs = self._arms[arm].graphs
         self._runner.decode_cuda_graph_runner, self._runner.attn_backend = graphs, self._arms[arm].backend
         output = self._runner.forward(batch)
         if not output.can_run_graph or graphs.bs != batch.batch_size:
-            raise BenchError(f"{batch.batch_size} rows have no graph of their own; captured: {graphs.capture_bs}")
+            raise BenchError(f"{batch.batch_size} requests have no graph of their own; captured: {graphs.capture_bs}")
         return output.logits_output
 
     @contextlib.contextmanager
@@ -300,6 +380,13 @@ class BenchRunner:
 
         with forward_context(ForwardContext(attn_backend=self._arms[arm].backend)):
             yield
+
+
+def _lengths(context: int | Sequence[int], requests: int) -> torch.Tensor:
+    """Tokens of each request, [requests] int64 on the host."""
+    import torch
+
+    return torch.tensor([context] * requests if isinstance(context, int) else list(context), dtype=torch.int64)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ TENSOR_NAMES = {
 TENSOR_NAMES |= {"bfloat16", "bool", "float32", "int32", "int64", "uint8"}
 """What the readers use of torch."""
 
-TENSOR_NAMES |= {"arange", "contiguous", "device", "full", "nbytes", "to", "view"}
+TENSOR_NAMES |= {"arange", "contiguous", "device", "full", "max", "min", "nbytes", "sum", "to", "view"}
 """What the benchmark's batches use of torch."""
 
 PYTHON_NAMES = {"__name__", "__module__", "__qualname__", "__wrapped__", "contextmanager", "getclosurevars"}

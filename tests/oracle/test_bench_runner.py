@@ -20,7 +20,8 @@ from glm53_mono import runtime
 from glm53_mono.bindings import bind_pools
 from glm53_mono.checkpoint.config import checkpoint_geometry
 from glm53_mono.cli import bench_measure
-from glm53_mono.cli.bench_report import Point, Timing
+from glm53_mono.cli.bench_report import Point
+from glm53_mono.cli.bench_times import Timing
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.kernels import sync
 from glm53_mono.kernels.record import Kind
@@ -39,6 +40,7 @@ from test.e2e.routing import sglangs_choice
 from tests.oracle.sglang_cpu.context import PAGE_TOKENS
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
+from tests.oracle.two_forwards import DECODE
 
 pytestmark = pytest.mark.slow
 
@@ -221,6 +223,7 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
     bench._arms[MONOKERNEL] = replace(bench._arms[MONOKERNEL], graphs=NoGraphs(launched))
     bench._arms[SGLANG] = replace(bench._arms[MONOKERNEL], graphs=NoGraphs())
     shape = {"weights": step_weights(bench.model, GEOMETRY), "geometry": GEOMETRY, "context": 300, "steps": 4}
+    shape["step"] = DECODE
 
     def measured(arms: tuple[str, ...], rows: int, launch: bool) -> Point:
         generator = torch.Generator().manual_seed(seed)
@@ -238,7 +241,7 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
     assert point.launched.barriers.count == len(bench.built.launch.phases) - 1
     alone = measured((SGLANG,), 3, False)
     assert alone.launched is None and alone.ratio is None and list(alone.arms) == [SGLANG]
-    with pytest.raises(BenchError, match=r"2 rows have no graph of their own; captured: \(1, 3, 4\)"):
+    with pytest.raises(BenchError, match=r"2 requests have no graph of their own; captured: \(1, 3, 4\)"):
         measured((SGLANG,), 2, False)
     bench._arms[MONOKERNEL].graphs.launched = lambda: None
     with pytest.raises(BenchError, match="the kernel ran 0 of 1 steps"):

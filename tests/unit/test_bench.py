@@ -16,9 +16,21 @@ from typer.testing import CliRunner
 
 from glm53_mono.checkpoint.config import model_config
 from glm53_mono.cli import bench as module
-from glm53_mono.cli.bench import Only, OptionError, Options, arms_of, drawn_weights, parse_options, shapes_of
+from glm53_mono.cli.bench import (
+    Only,
+    OptionError,
+    Options,
+    arms_of,
+    check_drafts,
+    drawn_weights,
+    measures_rows,
+    parse_drafts_ms,
+    parse_options,
+    shapes_of,
+)
 from glm53_mono.cli.bench_measure import by_kind
-from glm53_mono.cli.bench_report import Barriers, Launched, PhaseTime, Point, Report, Timing
+from glm53_mono.cli.bench_report import Barriers, Launched, PhaseTime, Point, Report
+from glm53_mono.cli.bench_times import Timing
 from glm53_mono.cli.main import app
 from glm53_mono.cli.step_bytes import StepBytes
 from glm53_mono.kernels.record import Kind
@@ -26,6 +38,7 @@ from glm53_mono.program.phase import Access, Phase
 from glm53_mono.upstream import bench_runner
 from glm53_mono.upstream.bench_runner import MONOKERNEL, SGLANG, BenchError, BenchServer
 from glm53_mono.upstream.launch import LaunchError, environment_kept
+from glm53_mono.upstream.running import ServedStep
 from tests.unit.servers import write_config
 
 OPTIONS = Options(rows=None, contexts=(1024,), steps=50, only=Only.BOTH, randomise=None, seed=0, json=None)
@@ -55,6 +68,11 @@ def server(*, monokernel: bool = True, load_format: str = "dummy", path: str = "
         (("--json", "/nowhere/out.json"), "--json /nowhere/out.json: its folder does not exist"),
         (("--json", "/"), "--json /: its folder does not exist, or it is one"),
         (("--only", "ours"), "'ours' is not one of"),
+        (("--drafts-ms", "3"), "--drafts-ms '3' is not a list of drafts and milliseconds, such as 1=1.5,3=3.2"),
+        (("--drafts-ms", "0=1.5"), "--drafts-ms '0=1.5' is not a list of drafts"),
+        (("--drafts-ms", "3=-1"), "--drafts-ms '3=-1' is not a list of drafts"),
+        (("--drafts-ms", "3=1,3=2"), "--drafts-ms '3=1,3=2' is not a list of drafts"),
+        (("--drafts-ms", "3=1", "--predict", "h200"), "--drafts-ms is for a server that drafts"),
         ((), "no server arguments: name the server behind --"),
     ],
 )
@@ -94,6 +112,27 @@ def test_shapes_have_graphs_of_their_own() -> None:
             shapes_of(replace(OPTIONS, rows=rows), (1, 8, 16), True)
 
 
+def test_shapes_of_verify_steps_are_whole_requests() -> None:
+    """Graphs of 1, 2 and 4 requests of four rows: the kernel runs the first two."""
+    assert shapes_of(OPTIONS, (1, 2, 4), True, 4) == [(4, 1024), (8, 1024)]
+    assert shapes_of(OPTIONS, (1, 2, 4), False, 4) == [(4, 1024), (8, 1024), (16, 1024)]
+    assert shapes_of(replace(OPTIONS, rows=(8,)), (1, 2, 4), True, 4) == [(8, 1024)]
+    for rows in (1, 2, 16):
+        with pytest.raises(OptionError, match=f"--rows {rows} has no graph .*4, 8 of up to 8 .* times 4 rows a req"):
+            shapes_of(replace(OPTIONS, rows=(rows,)), (1, 2, 4), True, 4)
+
+
+def test_launches_by_rows_are_a_drafting_servers() -> None:
+    drafting = ServedStep("target_verify", 4)
+    assert measures_rows(drafting, (MONOKERNEL, SGLANG)) and measures_rows(drafting, (MONOKERNEL,))
+    assert not measures_rows(drafting, (SGLANG,))
+    assert not measures_rows(ServedStep("decode", 1), (MONOKERNEL, SGLANG))
+
+
+def test_milliseconds_of_drafts_are_parsed() -> None:
+    assert parse_drafts_ms("1=1.5, 3=4") == {1: 1.5, 3: 4.0}
+
+
 def test_weights_are_drawn_for_dummy_loads_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model_config(2, 8, "small", mtp=False)))
     dummy, real = server(path=str(tmp_path)), server(path=str(tmp_path), load_format="auto")
@@ -125,8 +164,11 @@ def test_errors_of_the_runner_are_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 SERVERS = {
     "--tp 2": "--tp 2: the benchmark runs in one process; use --tp 1",
     "--disable-cuda-graph": "decode steps without CUDA graphs",
-    "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
-    "--speculative-num-draft-tokens 4": "--speculative-algorithm EAGLE: only decode steps are measured",
+    "--speculative-algorithm NGRAM --speculative-num-draft-tokens 4 --speculative-ngram-max-bfs-breadth 1": (
+        "--speculative-algorithm NGRAM: of drafts only those of EAGLE are measured"
+    ),
+    "--speculative-algorithm EAGLE --speculative-num-steps 8 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 9": "--speculative-num-draft-tokens 9 makes every step wider than 8 rows",
     "--no-such-argument": "SGLang does not parse these arguments",
 }
 
@@ -141,9 +183,9 @@ def test_servers_that_cannot_be_measured_are_refused(arguments: str, tmp_path: P
     with (
         environment_kept(),
         launch.platform_of("sm_90"),
-        pytest.raises((BenchError, LaunchError), match=SERVERS[arguments]),
+        pytest.raises((BenchError, LaunchError, OptionError), match=SERVERS[arguments]),
     ):
-        bench_runner.resolve(words)
+        check_drafts(bench_runner.resolve(words).server, {})
 
 
 @pytest.mark.parametrize("monokernel", [False, True])
@@ -167,7 +209,23 @@ def test_a_server_that_can_be_measured_is_resolved(
             with pytest.raises(LaunchError, match=r"cannot run this setup: - [^\n]*fp8_e4m3[^\n]*$"):
                 bench_runner.resolve([*words.split(), "--kv-cache-dtype", "fp8_e4m3"])
     assert (found.monokernel, found.model_path, found.mem_fraction) == (monokernel, str(folder), 0.7)
+    check_drafts(found.server, {})
+    with pytest.raises(OptionError, match="--drafts-ms is for a server that drafts: add its --speculative- arguments"):
+        check_drafts(found.server, {3: 2.5})
     assert found.server.captured_batch_sizes == (1, 4) and found.server.arguments.load_format == "dummy"
+
+
+def test_a_server_that_drafts_is_resolved(tmp_path: Path) -> None:
+    from glm53_mono.upstream import launch
+
+    words = f"--model-path {write_config(tmp_path / 'model')} --kv-cache-dtype bfloat16 --dsa-prefill-backend tilelang "
+    words += "--dsa-decode-backend tilelang --device cuda --load-format dummy --cuda-graph-bs-decode 1 2 "
+    words += "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    words += "--speculative-num-draft-tokens 4"
+    with environment_kept(), launch.platform_of("sm_90"):
+        found = bench_runner.resolve(words.split())
+    assert found.server.tokens_per_request == 4 and found.server.captured_batch_sizes == (1, 2)
+    check_drafts(found.server, {3: 2.5})
 
 
 # The report

@@ -1,4 +1,4 @@
-"""Reads of the benchmark: starting a model runner without a server, its graphs, and places in its pools."""
+"""Reads of the benchmark: starting a model runner without a server, its graphs, its batches and their places."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ BINDING = "sglang.srt.kernel_plugins.amd.binding"
 BOOTSTRAP = "sglang.srt.distributed.bootstrap"
 BATCH = "sglang.srt.model_executor.forward_batch_info"
 CONTEXT = "sglang.srt.model_executor.forward_context"
+EAGLE = "sglang.srt.speculative.eagle_info"
 RUNTIME = "sglang.srt.runtime_context"
 MEMORY = "sglang.srt.mem_cache.memory_pool"
 ALLOCATOR = "sglang.srt.mem_cache.allocator"
@@ -116,8 +117,28 @@ BENCH_READS = (
         "orig_seq_lens",
         "spec_algorithm",
         "capture_hidden_mode",
+        "spec_info",
     ),
-    *fields(BATCH, "CaptureHiddenMode", _BATCH, "NULL"),
+    *fields(BATCH, "CaptureHiddenMode", _BATCH, "NULL", "FULL"),
+    *classes(EAGLE, _BATCH, "EagleVerifyInput"),
+    *fields(
+        EAGLE,
+        "EagleVerifyInput",
+        _BATCH,
+        "draft_token",
+        "custom_mask",
+        "positions",
+        "retrieve_index",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+        "retrieve_cum_len",
+        "spec_steps",
+        "topk",
+        "draft_token_num",
+        "capture_hidden_mode",
+        "seq_lens_sum",
+        "seq_lens_cpu",
+    ),
     method(TRANSLATOR, "KVIndexTranslator", "bind_own_plan", "forward_batch", _BATCH),
     method(MEMORY, "HybridReqToTokenPool", "clear", "", _BATCH),
     *(
