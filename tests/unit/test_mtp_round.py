@@ -29,6 +29,7 @@ from test.e2e.mtp_round import (
     table,
 )
 from test.e2e.server import Answer, Generation, ServerError
+from test.e2e.test_mtp_speed import EXPLAINED, H200_ROUND_MS, assert_explained, assert_faster
 
 START_S = 0.3
 """What an answer of the server below takes beside its steps."""
@@ -124,6 +125,30 @@ def test_the_table_of_rounds() -> None:
     values = json.loads(json.dumps(as_dict(PACES)))
     assert values["3"][KERNEL]["pays_from_accept_length"] == 1.25
     assert values["0"][KERNEL]["pays_from_accept_length"] is None
+
+
+def test_rounds_that_are_not_faster_are_noticed() -> None:
+    def rounds(kernel_ms: float, sglang_ms: float) -> dict[str, dict[str, dict[str, float]]]:
+        return as_dict({3: {KERNEL: of(kernel_ms), SGLANG: of(sglang_ms)}})
+
+    assert_faster(rounds(12.5, 16.2), "NVIDIA H200")
+    assert_faster(rounds(H200_ROUND_MS, 16.2), "some GPU")
+    for slow in (rounds(12.5, 12.5), rounds(H200_ROUND_MS, 16.2)):
+        with pytest.raises(AssertionError, match="ms a round"):
+            assert_faster(slow, "NVIDIA H200")
+
+
+def test_a_launch_that_its_bytes_do_not_explain_is_noticed() -> None:
+    """Of one request's whole verify step; fewer rows, and two requests, are not judged."""
+    costs = [
+        {"requests": requests, "drafts": drafts, "time_over_bytes": 1.0 if (requests, drafts) == (1, 3) else 2.0}
+        for requests in (1, 2)
+        for drafts in range(4)
+    ]
+    assert_explained(costs)
+    costs[3]["time_over_bytes"] = EXPLAINED + 0.01
+    with pytest.raises(AssertionError, match="of what the bytes explain"):
+        assert_explained(costs)
 
 
 @pytest.mark.parametrize("text", ["", "x", "8", "-1", "3,,4", "3.5"])
