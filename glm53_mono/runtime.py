@@ -9,12 +9,16 @@ LogitsProcessor adds.
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
 
 from glm53_mono.admission import admit
 from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, empty_step
+from glm53_mono.check import watch as check_watch
+from glm53_mono.check.settings import Settings
+from glm53_mono.check.step import Check
 from glm53_mono.counters import Fallbacks, shown
 from glm53_mono.fault_watch import HostRecord, Watch
 from glm53_mono.geometry import Geometry
@@ -28,6 +32,7 @@ from glm53_mono.program.workspace import HEADROOM_PAGES
 from glm53_mono.upstream import model as upstream
 from glm53_mono.upstream.hooks import watch_steps
 from glm53_mono.upstream.monokernel import BuildContext, Plan
+from glm53_mono.upstream.parts import Parts
 from glm53_mono.upstream.running import ServedStep, index_keys_are_tiled, longest_context, metrics_are_on, served_step
 from glm53_mono.upstream.step import Backends, attention_backends, has_embeds, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
@@ -50,7 +55,9 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     Raises:
         UpstreamError, WeightError: a weight that the kernels cannot read.
         AdmissionError: a kernel that could not run as a whole on this GPU.
+        ValueError: the environment asks for a check that means nothing, or that cannot be made.
     """
+    settings = Settings.asked(os.environ)
     rank, ranks = upstream.tensor_parallel_rank()
     geometry = Geometry.from_config(hf_config, ranks)
     weights = upstream.step_weights(model, geometry)
@@ -70,7 +77,8 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
         device=weights.norm.device,
     )
     admit(launch, context.isa)
-    runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank)
+    check = Check(launch, settings) if settings is not None else None
+    runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank, check)
     runtime.start()
     return runtime
 
@@ -86,6 +94,7 @@ class Runtime:
         step: ServedStep,
         fallbacks: Fallbacks,
         rank: int,
+        check: Check | None = None,
     ) -> None:
         self._model = model
         # SGLang puts our forward in the place of this one after the build: calling model.forward would come back here
@@ -99,6 +108,10 @@ class Runtime:
         self._record = HostRecord(launch.host_record)
         self._counter = StepCounter(rank) if metrics_are_on(rank) else None
         self._watch = Watch(self._record, launch.phases, rank, launch.deadline_s, self._counts, self._update_metrics)
+        self._check = check
+        self._check_watch = None
+        if check is not None:
+            self._check_watch = check_watch.Watch(check.comparisons, rank, raises=check.settings.raises)
         self._bound: tuple[Backends, Pools] | None = None
 
     def start(self) -> None:
@@ -107,6 +120,8 @@ class Runtime:
         for target in watch_steps(self._fallbacks.see, drafts=self._step.mode == "target_verify"):
             logger.warning("glm53_mono: another plugin hooks %s, so steps that fall back there go uncounted", target)
         self._watch.start()
+        if self._check_watch is not None:
+            self._check_watch.start()
         launch = self._launch
         logger.info(
             "glm53_mono: active (rank %d, %s, %s steps x %d tokens, %d phases, %d programs x %d warps, "
@@ -156,11 +171,26 @@ class Runtime:
         tensors, sizes = self.arguments_of(forward_batch)
         # a tensor of this forward's own: SGLang may still read the last one's when the next launch runs
         hidden = torch.empty((sizes.rows, self._launch.geometry.hidden), dtype=torch.bfloat16, device=input_ids.device)
-        if self._launch.variant.backend == "interp":
+        if self._check is not None:
+            parts = Parts(self._model, positions, forward_batch)
+
+            def sglangs_forward() -> Any:
+                return self._original_forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+
+            keeps = self._check.settings.keeps_sglang
+            theirs = self._check.run(parts, tensors, sizes, hidden, sglangs_forward if keeps else None)
+            if keeps:
+                return theirs
+        elif self._launch.variant.backend == "interp":
             self._launch.run_by_phase(tensors, sizes, hidden)
         else:
             self._launch.run(tensors, sizes, hidden)
         return upstream.logits(self._model, input_ids, hidden, forward_batch)
+
+    @property
+    def check(self) -> Check | None:
+        """What compares each step with SGLang's parts, where the environment asks for it."""
+        return self._check
 
     @property
     def launch(self) -> Launch:
@@ -178,8 +208,9 @@ class Runtime:
         return bind_step(step_inputs(forward_batch, backends), self._unused, pools.ring_length)
 
     def served(self) -> int:
-        """Launches that have completed on the device, replays of graphs and SGLang's warm-up runs included."""
-        return self._record.served()
+        """Steps whose launches have completed on the device, replays of graphs and SGLang's warm-up runs included."""
+        launches = self._record.served()
+        return launches if self._check is None else launches // self._check.launches_a_step
 
     def fallbacks(self) -> dict[str, int]:
         """Steps that SGLang's forward ran, by reason."""
@@ -188,6 +219,8 @@ class Runtime:
     def close(self) -> None:
         """Ends the watching thread."""
         self._watch.stop()
+        if self._check_watch is not None:
+            self._check_watch.stop()
 
     def _counts(self) -> str:
         return shown(self.served(), self.fallbacks())
@@ -220,5 +253,7 @@ class Runtime:
         pools = bind_pools(backends, geometry, self._step)
         check_context(backends, self._launch.workspace, geometry)
         self._launch.bind(step_phases(geometry, self._weights, pools))
+        if self._check is not None:
+            self._check.bind(pools, self._step.tokens_per_request)
         self._bound = backends, pools
         return pools

@@ -17,7 +17,7 @@ from tests.sources import defined
 
 PACKAGE = Path(glm53_mono.__file__).parent
 UPSTREAM = PACKAGE / "upstream"
-READERS = ("model.py", "step.py", "pools.py", "hooks.py", "loaded.py", "bench_runner.py")
+READERS = ("model.py", "step.py", "pools.py", "hooks.py", "loaded.py", "bench_runner.py", "parts.py")
 """Modules that take objects of SGLang apart."""
 
 TENSOR_NAMES = {
@@ -39,7 +39,11 @@ TENSOR_NAMES |= {"bfloat16", "bool", "float32", "int32", "int64", "uint8"}
 TENSOR_NAMES |= {"arange", "contiguous", "device", "full", "max", "min", "nbytes", "sum", "to", "view"}
 """What the benchmark's batches use of torch."""
 
-PYTHON_NAMES = {"__name__", "__module__", "__qualname__", "__wrapped__", "contextmanager", "getclosurevars"}
+TENSOR_NAMES |= {"register_forward_hook", "remove"}
+"""What looks into SGLang's modules uses of torch."""
+
+PYTHON_NAMES = {"_replace"}
+PYTHON_NAMES |= {"__name__", "__module__", "__qualname__", "__wrapped__", "contextmanager", "getclosurevars"}
 PYTHON_NAMES |= {"fromkeys", "items", "nonlocals", "nullcontext", "resolve_name", "start", "stop"}
 
 
@@ -96,7 +100,8 @@ def unregistered(source: str) -> set[str]:
     """Attributes of a reader that are neither ours, nor torch's, nor a read."""
     own_files = [PACKAGE / "geometry.py", PACKAGE / "weights" / "descriptor.py"]
     own_files += [UPSTREAM / name for name in (*READERS, "tensors.py", "launch.py", "server.py")]
-    ours = defined(source).union(*(defined(file.read_text()) for file in own_files))
+    ours = {name for name in dereferenced(source) if name.startswith("_") and f"self.{name} = " in source}
+    ours = ours.union(defined(source), *(defined(file.read_text()) for file in own_files))
     reads = {read.attribute for read in each_read(SGLANG_READS)} | {"name"}
     return dereferenced(source) - ours - reads - TENSOR_NAMES - PYTHON_NAMES
 

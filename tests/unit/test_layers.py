@@ -33,10 +33,11 @@ ALLOWED: dict[str, set[str]] = {
         *("bindings", "capabilities", "checkpoint", "geometry", "kernels", "program", "reference", "refusals"),
         *("upstream", "weights"),
     },
+    "check": {"geometry", "kernels", "numerics", "program", "upstream"},
     "admission": {"bindings", "isa", "kernels", "program"},
     "runtime": {
-        *("admission", "bindings", "counters", "fault_watch", "geometry", "kernels", "metrics", "program", "upstream"),
-        "weights",
+        *("admission", "bindings", "check", "counters", "fault_watch", "geometry", "kernels", "metrics", "program"),
+        *("upstream", "weights"),
     },
     "spec": {
         *("capabilities", "geometry", "numerics", "program", "refusals", "runtime", "upstream", "weights"),

@@ -6,6 +6,7 @@ from glm53_mono.upstream.contract import OneOf, Read
 from glm53_mono.upstream.reads.bench import BENCH_READS
 from glm53_mono.upstream.reads.model import MODEL_READS
 from glm53_mono.upstream.reads.monokernel import MONOKERNEL_READS
+from glm53_mono.upstream.reads.parts import PARTS_READS
 from glm53_mono.upstream.reads.pools import POOL_READS
 from glm53_mono.upstream.reads.server import SERVER_READS
 from glm53_mono.upstream.reads.step import STEP_READS
@@ -16,5 +17,6 @@ SGLANG_READS: tuple[Read | OneOf, ...] = (
     *MODEL_READS,
     *STEP_READS,
     *POOL_READS,
+    *PARTS_READS,
     *BENCH_READS,
 )

@@ -1,0 +1,92 @@
+"""What is compared in a step, in the order in which the step computes it, and how far apart it may be."""
+
+from __future__ import annotations
+
+from glm53_mono.check.choices import EXPERT_TIE, POOL_TIE
+from glm53_mono.check.comparisons import Comparison
+from glm53_mono.geometry import Geometry
+from glm53_mono.numerics import BOUNDS, Distance
+
+SAME_BITS = Distance(0.0, 0.0)
+
+EMBEDDING, FINAL, LAUNCH = "embedding", "final norm", "launch"
+ATTENTION, FFN = "attention", "ffn"
+
+
+def comparisons(geometry: Geometry, *, verify: bool) -> list[Comparison]:
+    """Every comparison of a step.
+
+    The part `launch` compares the one launch that the server goes on with, bit for bit, with the same phases launched
+    one by one, whose parts the other comparisons hold against SGLang's: what a missing barrier spoils is seen there.
+    """
+    found = [Comparison(-1, EMBEDDING, "streams", SAME_BITS)]
+    for layer in range(geometry.layers):
+        found += _input(layer, ATTENTION)
+        found += _mla(layer) if layer in geometry.dsa_layers else _kda(layer, verify=verify)
+        found += [Comparison(layer, ATTENTION, "streams", BOUNDS["mhc", "streams"]), *_input(layer, FFN)]
+        sparse = not geometry.is_dense(layer)
+        if sparse:
+            found += [
+                Comparison(layer, FFN, "chosen experts", Distance(EXPERT_TIE, EXPERT_TIE)),
+                Comparison(layer, FFN, "expert weights", BOUNDS["router", "weights"]),
+            ]
+        found += [
+            Comparison(layer, FFN, "output", BOUNDS["experts" if sparse else "dense", "output"]),
+            Comparison(layer, FFN, "streams", BOUNDS["mhc", "streams"]),
+        ]
+    found.append(Comparison(geometry.layers, FINAL, "hidden", BOUNDS["head", "hidden"]))
+    for layer in range(geometry.layers):
+        found += [
+            Comparison(layer, LAUNCH, region, SAME_BITS, per_request=region != "latent" and region != "index keys")
+            for region in _regions(layer, geometry, verify=verify)
+        ]
+    found.append(Comparison(geometry.layers, LAUNCH, "hidden", SAME_BITS))
+    return found
+
+
+def _regions(layer: int, geometry: Geometry, *, verify: bool) -> list[str]:
+    if layer in geometry.dsa_layers:
+        return ["latent", "ring keys", "ring gates", "index keys"]
+    if verify:
+        return ["window", "state", "draft windows", "draft states"]
+    return ["window", "state", "tracked window", "tracked state"]
+
+
+def _input(layer: int, part: str) -> list[Comparison]:
+    return [
+        Comparison(layer, part, "input", BOUNDS["mhc", "layer_input"]),
+        Comparison(layer, part, "post", BOUNDS["mhc", "post"]),
+        Comparison(layer, part, "comb", BOUNDS["mhc", "comb"]),
+    ]
+
+
+def _kda(layer: int, *, verify: bool) -> list[Comparison]:
+    window, state = BOUNDS["kda", "window"], BOUNDS["kda", "state"]
+    if verify:
+        regions = [
+            # SGLang's own verify step overwrites the committed windows before the commit: held to what they were
+            Comparison(layer, ATTENTION, "window", SAME_BITS, per_request=True),
+            Comparison(layer, ATTENTION, "state", SAME_BITS, per_request=True),
+            Comparison(layer, ATTENTION, "draft windows", window, per_request=True),
+            Comparison(layer, ATTENTION, "draft states", state, per_request=True),
+        ]
+    else:
+        regions = [
+            Comparison(layer, ATTENTION, "window", window, per_request=True),
+            Comparison(layer, ATTENTION, "state", state, per_request=True),
+            # SGLang copies all layers' at the last one (hybrid_linear_attn_backend.py: _track_mamba_state_decode)
+            Comparison(layer, ATTENTION, "tracked window", SAME_BITS, per_request=True),
+            Comparison(layer, ATTENTION, "tracked state", SAME_BITS, per_request=True),
+        ]
+    return [*regions, Comparison(layer, ATTENTION, "output", BOUNDS["kda", "output"])]
+
+
+def _mla(layer: int) -> list[Comparison]:
+    return [
+        Comparison(layer, ATTENTION, "latent", BOUNDS["mla", "latent"]),
+        Comparison(layer, ATTENTION, "ring keys", BOUNDS["indexer", "ring"], per_request=True),
+        Comparison(layer, ATTENTION, "ring gates", BOUNDS["indexer", "ring"], per_request=True),
+        Comparison(layer, ATTENTION, "index keys", BOUNDS["indexer", "key"]),
+        Comparison(layer, ATTENTION, "chosen pools", Distance(POOL_TIE, POOL_TIE)),
+        Comparison(layer, ATTENTION, "output", BOUNDS["mla", "output"]),
+    ]
