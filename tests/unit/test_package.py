@@ -28,7 +28,7 @@ LONGEST_FILE = 500
 
 def python_files() -> list[Path]:
     """Every Python file that we wrote."""
-    folders = [PACKAGE, ROOT / "tests", ROOT / "test"]
+    folders = [PACKAGE, ROOT / "tests", ROOT / "test", ROOT / ".ci"]
     return [ROOT / "conftest.py", *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
 
 

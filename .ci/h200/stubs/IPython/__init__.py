@@ -1,0 +1,1 @@
+"""Stands in for IPython, which SGLang's frontend imports and a server never calls."""
