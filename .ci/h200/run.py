@@ -125,7 +125,7 @@ def run(name: str, arguments: Sequence[str], places: Places, out: Path, *, limit
     shutil.rmtree(places.scratch, ignore_errors=True)
     for folder in (places.scratch, places.home):
         folder.mkdir(parents=True, exist_ok=True)
-    install(places.project)
+    install(places.project, places.scratch / "source")
     log, started, status = out / f"{name}.log", time.monotonic(), 0
     log.unlink(missing_ok=True)
     for command in job.commands(places, out, arguments):
@@ -140,11 +140,18 @@ def run(name: str, arguments: Sequence[str], places: Places, out: Path, *, limit
     return status
 
 
-def install(project: Path) -> None:
-    """Install the project with its entry point, as users do; its dependencies are there."""
+def install(project: Path, source: Path) -> None:
+    """Install the project with its entry point, as users do; its dependencies are there.
+
+    Args:
+        source: a folder for a copy, since setuptools builds beside what it builds from.
+    """
     shutil.rmtree(project, ignore_errors=True)
+    shutil.copytree(CHECKOUT / "glm53_mono", source / "glm53_mono", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(CHECKOUT / name, source / name)
     quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "--target", project, CHECKOUT], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "--target", project, source], check=True)
 
 
 def environment(places: Places, base: Mapping[str, str]) -> dict[str, str]:
