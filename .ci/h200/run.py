@@ -98,6 +98,7 @@ JOBS = {
     "kernels": Job(tests("tests/kernels"), sglang=False),
     "server": Job(tests("test/e2e/test_glm53_flash_server.py")),
     "mtp": Job(tests("test/e2e/test_glm53_flash_mtp.py")),
+    "speed": Job(tests("test/e2e/test_mtp_speed.py")),
     "forced": Job(tests("test/e2e/test_forced_steps.py")),
     "bench": Job(bench),
 }

@@ -203,7 +203,7 @@ def test_what_needs_sglang_does_not_start_without_it(tmp_path: Path) -> None:
 def test_jobs_name_what_exists(job: run.Job, tmp_path: Path) -> None:
     commands = job.commands(unpack.Places(tmp_path), tmp_path, ["--seed", "3"])
     paths = [word for command in commands for word in command if word.startswith(("test/", "tests/"))]
-    assert all((ROOT / path).exists() for path in paths)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
     assert any(command[command.index("--seed") :][:2] == ["--seed", "3"] for command in commands if "--seed" in command)
 
 
