@@ -100,6 +100,7 @@ JOBS = {
     "mtp": Job(tests("test/e2e/test_glm53_flash_mtp.py")),
     "speed": Job(tests("test/e2e/test_mtp_speed.py")),
     "forced": Job(tests("test/e2e/test_forced_steps.py")),
+    "check": Job(tests("test/e2e/test_check.py")),
     "bench": Job(bench),
 }
 
