@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from glm53_mono import capabilities
 from glm53_mono.geometry import MAX_ROWS, TP_SIZES, Geometry, GeometryError
+from glm53_mono.isas import ISAS
 from glm53_mono.numerics import named_bounds
-from glm53_mono.program.tiling import TILINGS
 from glm53_mono.refusals import REFUSALS, reasons
 from glm53_mono.upstream.loaded import foreign_model_reason
 from glm53_mono.upstream.model import embedding_shard, final_norm, model_layers, tensor_parallel_rank
@@ -27,9 +26,6 @@ from glm53_mono.weights.descriptor import WeightError
 
 API_VERSION = 1
 """The version of SGLang's monokernel contract that this package is written against."""
-
-COMPUTE_UNITS: Mapping[str, int] = {isa: TILINGS[isa].programs for isa in ("gfx950", "sm_90")}
-"""Compute units by ISA; the launch grid is one resident program on each."""
 
 
 def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
@@ -95,8 +91,8 @@ def _geometry_reasons(server: Server) -> list[str]:
 SPEC = MonoSpec(
     name="glm53_mono",
     devices={
-        isa: DeviceLimits(widths=tuple(range(1, MAX_ROWS + 1)), tp_sizes=TP_SIZES, resident_blocks=units)
-        for isa, units in COMPUTE_UNITS.items()
+        name: DeviceLimits(widths=tuple(range(1, MAX_ROWS + 1)), tp_sizes=TP_SIZES, resident_blocks=isa.compute_units)
+        for name, isa in ISAS.items()
     },
     features=frozenset({Feature.SPECULATIVE_DECODING}),
     requires=Requirements(

@@ -19,7 +19,8 @@ from rich.table import Table
 from glm53_mono.isa import worker_file
 from glm53_mono.isa.occupancy import LIMITS
 from glm53_mono.isa.report import Report
-from glm53_mono.isa.variants import INDEX_TILED, KernelVariant, variants
+from glm53_mono.isa.variants import KernelVariant, variants
+from glm53_mono.isas import ISAS
 
 LONGEST_S = 1200
 """Seconds for one variant; a minute is usual on one core."""
@@ -31,7 +32,7 @@ class ExamineError(RuntimeError):
 
 def isa(
     isas: Annotated[
-        list[str] | None, typer.Option("--isa", help=f"Only this one: {', '.join(INDEX_TILED)}; may be repeated.")
+        list[str] | None, typer.Option("--isa", help=f"Only this one: {', '.join(ISAS)}; may be repeated.")
     ] = None,
     only: Annotated[str | None, typer.Option(help="Only variants whose name holds this, e.g. decode-tp1.")] = None,
     jobs: Annotated[int, typer.Option(help="Variants to compile at once, about 2 GB each.")] = 1,
@@ -43,9 +44,9 @@ def isa(
     Exit status 0: nothing is wrong; 1: something is; 2: bad arguments.
     """
     for name in isas or ():
-        if name not in INDEX_TILED:
-            _refuse(f"--isa {name!r} is not one of {', '.join(INDEX_TILED)}")
-    chosen = [each for name in isas or INDEX_TILED for each in variants(name) if only is None or only in each.name]
+        if name not in ISAS:
+            _refuse(f"--isa {name!r} is not one of {', '.join(ISAS)}")
+    chosen = [each for name in isas or ISAS for each in variants(name) if only is None or only in each.name]
     if not chosen:
         _refuse(f"--only {only!r} is in the name of no variant")
     if jobs < 1:

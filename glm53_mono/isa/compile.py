@@ -18,18 +18,14 @@ from glm53_mono.bindings import Unused, empty_step
 from glm53_mono.checkpoint.config import model_config
 from glm53_mono.geometry import Geometry
 from glm53_mono.isa.published import shape_weights
-from glm53_mono.isa.variants import INDEX_TILED, KernelVariant
+from glm53_mono.isa.variants import KernelVariant
+from glm53_mono.isas import ISAS
 from glm53_mono.kernels.monokernel import monokernel
 from glm53_mono.program.launch import BACKENDS, Launch, Variant
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.program.workspace import HEADROOM_PAGES
-
-TARGETS: Mapping[str, GPUTarget] = {"gfx950": GPUTarget("hip", "gfx950", 64), "sm_90": GPUTarget("cuda", 90, 32)}
-
-OLDEST_TRITON = {"gfx950": (3, 8), "sm_90": (3, 6)}
-"""3.6 and 3.7 drop the wait between a release's write-back and its atomic on gfx950."""
 
 DEADLINE_S = 30.0
 """Any; the kernel reads it at run time."""
@@ -67,15 +63,16 @@ def compile_variant(variant: KernelVariant) -> Compiled:
         CompileError: this Triton is too old, or there are no weights of that format to compile for.
     """
     found = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if found < OLDEST_TRITON[variant.isa]:
-        oldest = ".".join(map(str, OLDEST_TRITON[variant.isa]))
+    oldest_triton = ISAS[variant.isa].oldest_triton
+    if found < oldest_triton:
+        oldest = ".".join(map(str, oldest_triton))
         raise CompileError(f"Triton {triton.__version__} is too old for {variant.isa}: at least {oldest} is needed")
     launch = published_launch(variant)
     source, options = _source(launch, variant.isa)
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     started = time.monotonic()
-    kernel = triton.compile(source, target=TARGETS[variant.isa], options=options)
+    kernel = triton.compile(source, target=target(variant.isa), options=options)
     return Compiled(
         asm=kernel.asm,
         files=kernel.metadata_group,
@@ -84,6 +81,12 @@ def compile_variant(variant: KernelVariant) -> Compiled:
         seconds=time.monotonic() - started,
         from_cache=all(hits),
     )
+
+
+def target(isa: str) -> GPUTarget:
+    """What Triton compiles for."""
+    found = ISAS[isa]
+    return GPUTarget(found.backend, found.target, found.lanes)
 
 
 def published_launch(variant: KernelVariant) -> Launch:
@@ -106,7 +109,7 @@ def published_launch(variant: KernelVariant) -> Launch:
         TILINGS[variant.isa],
         Variant(
             verify=variant.verify,
-            index_tiled=INDEX_TILED[variant.isa],
+            index_tiled=ISAS[variant.isa].index_tiled,
             shared_fused=variant.shared_fused,
             backend=BACKENDS[variant.isa],
         ),
@@ -119,7 +122,7 @@ def published_launch(variant: KernelVariant) -> Launch:
 
 def _source(launch: Launch, isa: str) -> tuple[ASTSource, dict[str, Any]]:
     """The kernel specialised as Triton's launcher does it, and the compiler's options."""
-    backend = make_backend(TARGETS[isa])
+    backend = make_backend(target(isa))
     tensors, sizes = empty_step(Unused.on(launch.buffer.device))
     hidden = torch.empty((1, launch.geometry.hidden), dtype=torch.bfloat16)
     positional, constants = launch.arguments(tensors, sizes, hidden)

@@ -11,10 +11,6 @@ from glm53_mono.geometry import TP_SIZES
 from glm53_mono.refusals import reasons
 from glm53_mono.upstream.server import Arguments, Environment, Server
 
-INDEX_TILED = {"gfx950": True, "sm_90": False}
-"""Whether a server on that ISA keeps its index keys in 16 x 16 tiles: ROCm always (linear keys need pages of one
-token, which are refused), CUDA never (`upstream.running.index_keys_are_tiled`)."""
-
 VERIFY_ALGORITHM = "EAGLE"
 FORMATS = {"bf16": None, "fp8": "fp8", "mxfp4": "quark"}
 """Weight formats, and SGLang's `quantization` of a server that has them."""
@@ -39,7 +35,7 @@ class KernelVariant:
 
 
 def variants(isa: str) -> list[KernelVariant]:
-    """The kernels of one ISA, a key of INDEX_TILED.
+    """The kernels of one ISA, a key of ISAS.
 
     Widths are no variants: one kernel runs 1 to 8 rows.
     """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glm53_mono.geometry import Geometry
+from glm53_mono.isas import ISAS
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors, monokernel
 from glm53_mono.kernels.sync import HOST_WORDS
 from glm53_mono.program.phase import Phase
@@ -16,7 +17,7 @@ from glm53_mono.program.step import write_records
 from glm53_mono.program.tiling import Tiling
 from glm53_mono.program.workspace import Workspace, lay_out
 
-BACKENDS = {"sm_90": "cuda", "gfx950": "hip", "interp": "interp"}
+BACKENDS = {**{name: isa.backend for name, isa in ISAS.items()}, "interp": "interp"}
 """The kernel's backend by ISA; `interp` is Triton's interpreter on the CPU, a phase a launch."""
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from glm53_mono.geometry import MAX_ROWS, Geometry
+from glm53_mono.isas import ISAS
 
 DOT_ROWS = 2 * MAX_ROWS
 """Rows of every matrix product, which `tl.dot` wants: a fixed count keeps a row's bits independent of the others."""
@@ -70,8 +71,8 @@ class Tiling:
 
 
 TILINGS = {
-    "sm_90": Tiling(programs=132, warps=8, max_registers=255),
-    "gfx950": Tiling(programs=256, warps=4, stages=2),
+    "sm_90": Tiling(ISAS["sm_90"].compute_units, warps=8, max_registers=255),
+    "gfx950": Tiling(ISAS["gfx950"].compute_units, warps=4, stages=2),
     "interp": Tiling(
         programs=3,
         warps=4,

@@ -6,7 +6,8 @@ import pytest
 
 from glm53_mono import capabilities
 from glm53_mono.geometry import TP_SIZES
-from glm53_mono.isa.variants import FORMATS, INDEX_TILED, variants
+from glm53_mono.isa.variants import FORMATS, variants
+from glm53_mono.isas import ISAS
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.refusals import READABLE_FORMATS, Refusal
 
@@ -14,17 +15,18 @@ from glm53_mono.refusals import READABLE_FORMATS, Refusal
 def test_every_isa_of_the_spec_has_variants() -> None:
     from glm53_mono.spec import SPEC
 
-    assert SPEC.devices.keys() == INDEX_TILED.keys()
-    for isa in INDEX_TILED:
+    assert SPEC.devices.keys() == ISAS.keys()
+    for isa in ISAS:
         names = [variant.name for variant in variants(isa)]
         assert len(set(names)) == len(names) >= 2
         assert {variant.shared_fused for variant in variants(isa)} == {False, True}
 
 
 def test_the_grid_is_no_more_than_the_units() -> None:
-    from glm53_mono.spec import COMPUTE_UNITS
+    from glm53_mono.spec import SPEC
 
-    assert {isa: TILINGS[isa].programs for isa in INDEX_TILED} == COMPUTE_UNITS
+    for name, isa in ISAS.items():
+        assert TILINGS[name].programs == isa.compute_units == SPEC.devices[name].resident_blocks
 
 
 def test_formats_are_those_that_servers_may_have() -> None:

@@ -15,6 +15,7 @@ PACKAGE = Path(glm53_mono.__file__).parent
 
 ALLOWED: dict[str, set[str]] = {
     "geometry": set(),
+    "isas": set(),
     "numerics": set(),
     "metrics": set(),
     "checkpoint": {"geometry"},
@@ -26,12 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "refusals": {"geometry", "upstream"},
     "capabilities": {"refusals"},
     "counters": {"upstream"},
-    "program": {"geometry", "kernels", "weights"},
+    "program": {"geometry", "isas", "kernels", "weights"},
     "fault_watch": {"kernels", "program"},
     "bindings": {"geometry", "kernels", "program", "upstream"},
     "isa": {
-        *("bindings", "capabilities", "checkpoint", "geometry", "kernels", "program", "reference", "refusals"),
-        *("upstream", "weights"),
+        *("bindings", "capabilities", "checkpoint", "geometry", "isas", "kernels", "program", "reference"),
+        *("refusals", "upstream", "weights"),
     },
     "check": {"geometry", "kernels", "numerics", "program", "upstream"},
     "admission": {"bindings", "isa", "kernels", "program"},
@@ -40,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         *("upstream", "weights"),
     },
     "spec": {
-        *("capabilities", "geometry", "numerics", "program", "refusals", "runtime", "upstream", "weights"),
+        *("capabilities", "geometry", "isas", "numerics", "refusals", "runtime", "upstream", "weights"),
     },
 }
 """What each part imports of the others, imports inside functions included. The command line may import all of them."""
