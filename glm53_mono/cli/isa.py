@@ -125,7 +125,7 @@ def _print(reports: Sequence[Report]) -> None:
             f"{found.waterfall_loops}",
             f"{found.code_bytes:,}",
             "cached" if report.from_cache else f"{report.seconds:.0f}",
-            f"{len(report.hazards)}" if report.variant.isa.startswith("gfx") else "not read",
+            f"{len(report.hazards)}",
             report.triton,
         )
     console = Console(highlight=False, markup=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from glm53_mono.isa.listing import Block, Instruction, Listing
+from glm53_mono.isa.listing import Block, Listing
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _body(blocks: list[Block], header: int, latches: set[int]) -> frozenset[int]
     return frozenset(body)
 
 
-def walk(listing: Listing, block: int, place: int, step: Callable[[Instruction], bool]) -> None:
+def walk(listing: Listing, block: int, place: int, step: Callable[[Any], bool]) -> None:
     """Visits what may follow an instruction, on every path, each instruction once.
 
     Args:
@@ -120,3 +121,19 @@ def walk(listing: Listing, block: int, place: int, step: Callable[[Instruction],
             if successor not in seen:
                 seen.add(successor)
                 waiting.append((successor, 0))
+
+
+def live_at_header(listing: Listing, loop: Loop) -> set[str]:
+    """Registers that a round reads before it writes them."""
+    live: dict[int, set[str]] = {index: set() for index in loop.body}
+    changed = True
+    while changed:
+        changed = False
+        for index in sorted(loop.body, reverse=True):
+            block = listing.blocks[index]
+            now = set().union(*(live[each] for each in block.successors if each in loop.body and each != loop.header))
+            for each in reversed(block.instructions):
+                now = (now - each.writes) | each.reads
+            if now != live[index]:
+                live[index], changed = now, True
+    return live[loop.header]

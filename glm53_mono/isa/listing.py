@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
+from typing import Generic, TypeVar
 
 Registers = frozenset[str]
 NO_REGISTERS: Registers = frozenset()
@@ -174,25 +175,29 @@ def _implicit_writes(mnemonic: str) -> Registers:
     return written | SCC if sets_scc else written
 
 
+Kind = TypeVar("Kind")
+"""An instruction of either vendor."""
+
+
 @dataclass
-class Block:
+class Block(Generic[Kind]):
     """Instructions without a branch between them; `name` is the label, or the line where there is none."""
 
     name: str
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[Kind] = field(default_factory=list)
     successors: list[int] = field(default_factory=list)
     predecessors: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Listing:
+class Listing(Generic[Kind]):
     """A kernel: its blocks in the order of the text (the first one is the entry), and the text."""
 
     text: str
-    blocks: list[Block]
+    blocks: list[Block[Kind]]
 
     @property
-    def instructions(self) -> list[Instruction]:
+    def instructions(self) -> list[Kind]:
         """All of them, in the order of the text."""
         return [instruction for block in self.blocks for instruction in block.instructions]
 
@@ -204,7 +209,7 @@ _LABEL = re.compile(r"([.\w$]+):$")
 _LABEL_IN_EXPRESSION = re.compile(r"\((\.\w+)-")
 
 
-def parse(text: str) -> Listing:
+def parse(text: str) -> Listing[Instruction]:
     """Reads a listing.
 
     Raises:

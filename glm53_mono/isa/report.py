@@ -20,7 +20,7 @@ class Report:
         seconds: that compiling took, next to none from Triton's cache.
         from_cache: whether it came from there.
         triton: the compiler's version.
-        hazards: lines on what is wrong in the assembly; empty on sm_90, whose assembly is not read.
+        hazards: lines on what is wrong in the assembly, which is PTX on sm_90.
     """
 
     variant: KernelVariant

@@ -19,7 +19,9 @@ import triton
 from glm53_mono.isa.compile import Compiled, CompileError, compile_variant
 from glm53_mono.isa.hazards import protocol_hazards, width_hazards
 from glm53_mono.isa.hazards.loads import streamed_lines
+from glm53_mono.isa.hazards.ptx import ptx_hazards, ptx_width_hazards
 from glm53_mono.isa.listing import parse
+from glm53_mono.isa.ptx import parse_ptx
 from glm53_mono.isa.report import Report
 from glm53_mono.isa.resources import Resources, of_cubin, of_listing
 from glm53_mono.isa.variants import KernelVariant
@@ -58,7 +60,9 @@ def _read(compiled: Compiled) -> tuple[Resources, list[str]]:
         return of_listing(listing, compiled.shared), hazards
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     file = next(Path(path) for name, path in compiled.files.items() if name.endswith(".cubin"))
-    return of_cubin(compiled.asm["cubin"], file, tool, compiled.shared), []
+    ptx, streamed = parse_ptx(compiled.asm["ptx"]), streamed_lines()
+    hazards = [*ptx_hazards(ptx, streamed), *ptx_width_hazards(ptx, streamed)]
+    return of_cubin(compiled.asm["cubin"], file, tool, compiled.shared), hazards
 
 
 def main() -> None:

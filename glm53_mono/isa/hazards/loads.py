@@ -53,7 +53,7 @@ def width_hazards(listing: Listing, streamed: Lines) -> list[str]:
     """Loads of streamed weights that are narrower than 16 bytes: one lost alignment hint costs half the bandwidth."""
     loads = [each for each in listing.instructions if each.is_load and _place(each) in streamed]
     if not loads:
-        return [f"no streamed weights: no load comes from {_shown(streamed)}"]
+        return [f"no streamed weights: no load comes from {shown(streamed)}"]
     return [
         f"narrow weight load: {each} brings {load_bytes(each.mnemonic)} bytes where {PROMISED_BYTES} are promised"
         for each in loads
@@ -66,7 +66,8 @@ def _place(instruction: Instruction) -> tuple[str, int] | None:
     return None if source is None else (Path(source.file).name, source.line)
 
 
-def _shown(lines: Lines) -> str:
+def shown(lines: Lines) -> str:
+    """The lines in one phrase."""
     return ", ".join(f"{file}:{line}" for file, line in sorted(lines)) or "a load marked evict_first, for there is none"
 
 

@@ -6,7 +6,7 @@ caches of its compute unit with `sc1` (scope device or system), and `buffer_inv`
 
 from __future__ import annotations
 
-from glm53_mono.isa.flow import Loop, loops
+from glm53_mono.isa.flow import Loop, live_at_header, loops
 from glm53_mono.isa.listing import Block, Instruction, Listing
 
 
@@ -80,20 +80,4 @@ def _repeats_itself(listing: Listing, loop: Loop) -> bool:
             if _reads_memory(each) or each.is_store or each.mnemonic.startswith(_OUTSIDE):
                 return False
             written |= each.writes
-    return not _live_at_header(listing, loop) & written
-
-
-def _live_at_header(listing: Listing, loop: Loop) -> set[str]:
-    """Registers that a round reads before it writes them."""
-    live: dict[int, set[str]] = {index: set() for index in loop.body}
-    changed = True
-    while changed:
-        changed = False
-        for index in sorted(loop.body, reverse=True):
-            block = listing.blocks[index]
-            now = set().union(*(live[each] for each in block.successors if each in loop.body and each != loop.header))
-            for each in reversed(block.instructions):
-                now = (now - each.writes) | each.reads
-            if now != live[index]:
-                live[index], changed = now, True
-    return live[loop.header]
+    return not live_at_header(listing, loop) & written
