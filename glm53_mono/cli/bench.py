@@ -23,6 +23,7 @@ from glm53_mono.checkpoint.tensors import tensor_table
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.cli.versions import SOFTWARE, versions_of
 from glm53_mono.geometry import MAX_ROWS, Geometry, GeometryError
+from glm53_mono.isas import ISAS
 from glm53_mono.refusals import DRAFT_REFUSALS, reasons
 
 if TYPE_CHECKING:
@@ -107,7 +108,10 @@ def bench(
     predict: Annotated[
         str | None,
         typer.Option(
-            metavar="DEVICE", help="Measure nothing: predict the steps of the published model on mi355x or h200."
+            "--predict",
+            "--model",
+            metavar="DEVICE",
+            help="Measure nothing: predict the steps of the published model on mi355x or h200.",
         ),
     ] = None,
     tp: Annotated[int | None, typer.Option(help="Ranks, with --predict; default 1.")] = None,
@@ -404,7 +408,7 @@ class Progress:
 
 
 def _predict(device: str, tp_size: int, weights: str, options: Options, arguments: Sequence[str]) -> None:
-    from glm53_mono.cli import roofline
+    from glm53_mono.cli import barrier_model, roofline
 
     if arguments:
         raise OptionError(f"--predict {device} predicts the published model's steps and takes no server arguments")
@@ -425,6 +429,10 @@ def _predict(device: str, tp_size: int, weights: str, options: Options, argument
     console.print(roofline.table(device, found, tp_size, weights))
     for line in (*roofline.DEVICES[device].assumptions, *roofline.ASSUMPTIONS):
         console.print(f"assumed: {line}", soft_wrap=True)
+    isa = ISAS[roofline.DEVICES[device].isa]
+    if isa.chiplets > 1:
+        for line in barrier_model.lines(isa.compute_units, isa.chiplets):
+            console.print(f"modelled: {line}", soft_wrap=True)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

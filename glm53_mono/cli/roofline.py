@@ -33,11 +33,13 @@ class Device:
     """One GPU.
 
     Attributes:
+        isa: a key of ISAS.
         copy_tbs: bytes that a copy reads and writes in a second, 10^12.
         phase_us: lowest and highest price of a phase, microseconds.
         assumptions: where the numbers come from, a line each.
     """
 
+    isa: str
     copy_tbs: float
     phase_us: tuple[float, float]
     assumptions: tuple[str, ...]
@@ -47,15 +49,18 @@ H200_PEAK_TBS, H200_COPY_TBS, MI355X_PEAK_TBS = 4.8, 4.25, 8.0
 
 DEVICES: Mapping[str, Device] = {
     "h200": Device(
-        H200_COPY_TBS, (PHASE_US, PHASE_US), ("copy bandwidth and price of a phase as measured on it (TP 1, bf16)",)
+        "sm_90",
+        H200_COPY_TBS,
+        (PHASE_US, PHASE_US),
+        ("copy bandwidth and price of a phase as measured on it (TP 1, bf16)",),
     ),
     "mi355x": Device(
+        "gfx950",
         MI355X_PEAK_TBS * H200_COPY_TBS / H200_PEAK_TBS,
         (PHASE_US, 2 * PHASE_US),
         (
             f"a copy reaches the same part of the peak ({MI355X_PEAK_TBS} TB/s) as on an H200",
-            "a phase costs between once and twice what it does on an H200: nobody has timed a barrier of 256 programs "
-            "on eight chiplets",
+            "a phase costs between once and twice what it does on an H200, barrier included: nobody has timed this one",
         ),
     ),
 }

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from glm53_mono.checkpoint.config import model_config
+from glm53_mono.cli.barrier_model import ADDITION_NS, barrier
 from glm53_mono.cli.main import app
 from glm53_mono.cli.roofline import ASSUMPTIONS, BITS, DEVICES, Prediction, distinct_experts, predict
 
@@ -73,11 +74,34 @@ def test_few_experts_of_shapes_stand_for_all() -> None:
     assert more - found == pytest.approx(router, rel=0.01)
 
 
-def test_the_command_says_that_it_predicts() -> None:
-    done = CliRunner().invoke(app, ["bench", "--predict", "mi355x", "--tp", "4", "--weights", "mxfp4", "--rows", "1"])
+@pytest.mark.parametrize("option", ["--predict", "--model"])
+def test_the_command_says_that_it_predicts(option: str) -> None:
+    done = CliRunner().invoke(app, ["bench", option, "mi355x", "--tp", "4", "--weights", "mxfp4", "--rows", "1"])
     assert done.exit_code == 0, done.stderr
     assert "PREDICTED, not measured: decode steps on mi355x, TP 4, mxfp4" in done.stdout
     assert done.stdout.count("assumed: ") == len((*DEVICES["mi355x"].assumptions, *ASSUMPTIONS))
+    assert "modelled: a barrier of 256 programs, flat: " in done.stdout
+    assert "modelled: a barrier of 256 programs, over 8 chiplets: " in done.stdout
+
+
+def test_a_device_of_one_die_has_no_chiplets_to_model() -> None:
+    done = CliRunner().invoke(app, ["bench", "--predict", "h200", "--rows", "1"])
+    assert done.exit_code == 0 and "modelled" not in done.stdout
+
+
+def test_a_barrier_over_chiplets_has_a_shorter_queue_and_more_trips() -> None:
+    """The model's two terms by hand, for an MI355X and for grids at its edges."""
+    flat, over = barrier(256, 1), barrier(256, 8)
+    assert flat.microseconds() == pytest.approx((256 * 0.0286 + 0.626, 256 * 0.0286 + 1.152))
+    assert over.microseconds() == pytest.approx((40 * 0.0286 + 3 * 0.626, 40 * 0.0286 + 3 * 1.152))
+    assert over.microseconds()[1] < flat.microseconds()[0]
+    # One program a chiplet meets nobody: all that is added is trips.
+    assert barrier(8, 8).microseconds()[0] > barrier(8, 1).microseconds()[1]
+    assert barrier(256, 8).longest_line == 32 and barrier(250, 8).longest_line == 32 and barrier(3, 8).queue == 4
+
+
+def test_an_additions_price_is_that_of_the_measurement_it_comes_from() -> None:
+    assert barrier(2048, 1).queue * ADDITION_NS == pytest.approx(58_500, rel=0.01)
 
 
 @pytest.mark.parametrize(
