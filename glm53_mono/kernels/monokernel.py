@@ -19,7 +19,7 @@ from glm53_mono.kernels.mla import mla_absorb, mla_attend, mla_merge, mla_projec
 from glm53_mono.kernels.moe import down, experts, router
 from glm53_mono.kernels.output import output
 from glm53_mono.kernels.record import RECORD, Kind, Word, device
-from glm53_mono.kernels.sync import arrive, leave, now, wait
+from glm53_mono.kernels.sync import ALONE, arrive, leave, next_due, now, wait
 
 WORDS_OF_RECORD = tl.constexpr(RECORD)
 KIND = device(Word.KIND)
@@ -152,6 +152,8 @@ def monokernel(
         tokens,
     )
     expected = 0
+    due = 0
+    role = ALONE
     selecting = must_select(step, rows, VERIFY, G)
     # without disable_licm every phase's index tensors are computed before the loop, held and spilled
     for phase in tl.range(first, last, disable_licm=True):
@@ -159,7 +161,7 @@ def monokernel(
         kind = tl.load(record + KIND)
         if (kind != MLA_SELECT) | selecting:
             if expected > 0:
-                wait(words, host_record, phase, expected, now(BACKEND) + deadline, BACKEND)
+                wait(words, host_record, phase, role, expected, now(BACKEND) + deadline, T.chiplets, BACKEND)
             if TIMED:
                 if tl.program_id(0) == 0:
                     tl.store(region(workspace, W.clock, tl.int64) + phase, now(BACKEND))
@@ -169,12 +171,14 @@ def monokernel(
             if kind == MIX:
                 arrivals = tl.minimum(rows, arrivals)
             expected += arrivals
+            due = next_due(due, arrivals, T.chiplets)
+            role = ALONE
             if tl.program_id(0) < arrivals:
-                arrive(words, BACKEND)
+                role = arrive(words, arrivals, due, T.chiplets, BACKEND)
     if TIMED:
         if tl.program_id(0) == 0:
             tl.store(region(workspace, W.clock, tl.int64) + last, now(BACKEND))
-    leave(words, host_record, BACKEND)
+    leave(words, host_record, T.chiplets, BACKEND)
 
 
 @triton.jit

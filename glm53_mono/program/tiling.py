@@ -21,6 +21,8 @@ class Tiling:
 
     programs: int
     warps: int
+    chiplets: int = 1
+    """dies that programs are dealt to in turn; with more than one they meet on each before they meet across them"""
     max_registers: int = 0
     """of a thread, for a compiler that must be told; 0 tells it nothing"""
     stages: int = 5
@@ -72,7 +74,7 @@ class Tiling:
 
 TILINGS = {
     "sm_90": Tiling(ISAS["sm_90"].compute_units, warps=8, max_registers=255),
-    "gfx950": Tiling(ISAS["gfx950"].compute_units, warps=4, stages=2),
+    "gfx950": Tiling(ISAS["gfx950"].compute_units, warps=4, chiplets=ISAS["gfx950"].chiplets, stages=2),
     "interp": Tiling(
         programs=3,
         warps=4,

@@ -9,7 +9,7 @@ import torch
 
 from glm53_mono.geometry import MAX_ROWS, Geometry
 from glm53_mono.kernels.mhc import MIX_SLOTS
-from glm53_mono.kernels.sync import WORDS
+from glm53_mono.kernels.sync import barrier_words
 from glm53_mono.program.tiling import DOT_ROWS, Tiling
 
 ALIGNMENT = 256
@@ -111,7 +111,7 @@ def lay_out(geometry: Geometry, tiling: Tiling, phases: int, max_tokens: int) ->
     rows = MAX_ROWS
     most_experts = rows * g.experts_per_token
     shared = [
-        ("words", i32, (WORDS,)),
+        ("words", i32, (barrier_words(t.chiplets),)),
         ("clock", torch.int64, (phases + 1,)),
         ("streams", bf16, (rows, g.streams, g.hidden)),
         ("mix", f32, (mix_tiles, rows, MIX_SLOTS)),
