@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from glm53_mono.admission import admit
+from glm53_mono.admission import admit, log_placement
 from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, empty_step
 from glm53_mono.check import watch as check_watch
 from glm53_mono.check.settings import Settings
@@ -77,6 +77,7 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
         device=weights.norm.device,
     )
     admit(launch, context.isa)
+    log_placement(launch, context.isa)
     check = Check(launch, settings) if settings is not None else None
     runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank, check)
     runtime.start()

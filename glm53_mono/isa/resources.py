@@ -79,7 +79,7 @@ def of_cubin(cubin: bytes, file: Path, cuobjdump: Path, shared: int) -> Resource
 
     Args:
         cubin: its bytes.
-        file: where they lie.
+        file: where they lie, by the name of the kernel.
         cuobjdump: NVIDIA's tool, as Triton's wheel brings it.
         shared: bytes of shared memory, which Triton asks for at launch.
 
@@ -95,7 +95,7 @@ def of_cubin(cubin: bytes, file: Path, cuobjdump: Path, shared: int) -> Resource
         scalar_spills=0,
         scratch=_number(said, r"\bSTACK:(\d+)", "STACK") + _number(said, r"\bLOCAL:(\d+)", "LOCAL"),
         shared=shared,
-        code_bytes=_section_bytes(cubin, ".text.monokernel"),
+        code_bytes=_section_bytes(cubin, f".text.{file.stem}"),
         waterfall_loops=0,
     )
 

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
         *("refusals", "upstream", "weights"),
     },
     "check": {"geometry", "kernels", "numerics", "program", "upstream"},
-    "admission": {"bindings", "isa", "kernels", "program"},
+    "admission": {"bindings", "isa", "isas", "kernels", "program"},
     "runtime": {
         *("admission", "bindings", "check", "counters", "fault_watch", "geometry", "kernels", "metrics", "program"),
         *("upstream", "weights"),
