@@ -16,6 +16,7 @@ import torch
 
 from glm53_mono.admission import admit, log_placement
 from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, empty_step
+from glm53_mono.capturing import settle
 from glm53_mono.check import watch as check_watch
 from glm53_mono.check.settings import Settings
 from glm53_mono.check.step import Check
@@ -126,7 +127,7 @@ class Runtime:
         launch = self._launch
         logger.info(
             "glm53_mono: active (rank %d, %s, %s steps x %d tokens, %d phases, %d programs x %d warps, "
-            "workspace %.1f MiB for contexts of %d tokens, shared expert %s, index keys %s)",
+            "%s launch, workspace %.1f MiB for contexts of %d tokens, shared expert %s, index keys %s)",
             self._rank,
             launch.variant.backend,
             self._step.mode,
@@ -134,6 +135,7 @@ class Runtime:
             len(launch.phases),
             launch.tiling.programs,
             launch.tiling.warps,
+            "cooperative" if launch.cooperative else "flat",
             launch.buffer.numel() / 2**20,
             launch.workspace.max_pools * launch.geometry.pool,
             "fused" if launch.variant.shared_fused else "separate",
@@ -231,12 +233,12 @@ class Runtime:
             self._counter.update(self.served(), self.fallbacks())
 
     def _warm_up(self) -> None:
-        """Runs no phase once, so that the kernel is compiled, loaded and known to fit before SGLang captures graphs."""
+        """Runs no phase: before SGLang captures graphs, the kernel is compiled, loaded and known to be captured."""
         tensors, sizes = empty_step(self._unused)
         hidden = torch.empty((1, self._launch.geometry.hidden), dtype=torch.bfloat16, device=self._launch.buffer.device)
         self._launch.run(tensors, sizes, hidden, 0, 0)
         if hidden.is_cuda:
-            torch.cuda.synchronize(hidden.device)
+            settle(self._launch)
         self._launch.view("words").zero_()
         self._record.clear()
 

@@ -41,6 +41,7 @@ class Launch:
     Attributes:
         buffer: the workspace, uint8; its barrier words must be zero before the first launch.
         host_record: int32 [HOST_WORDS] in host memory that the device writes: a fault, and the launches served.
+        cooperative: whether the runtime is told that the grid waits for itself; see `capturing`.
     """
 
     geometry: Geometry
@@ -52,6 +53,7 @@ class Launch:
     host_record: Tensor
     phases: list[Phase]
     deadline_s: float
+    cooperative: bool = True
 
     @classmethod
     def prepare(
@@ -135,7 +137,7 @@ class Launch:
     def _options(self) -> dict[str, int | bool]:
         options: dict[str, int | bool] = {"num_warps": self.tiling.warps}
         if self.variant.backend != "interp":
-            options["launch_cooperative_grid"] = True
+            options["launch_cooperative_grid"] = self.cooperative
         if self.tiling.max_registers:
             # ptxas takes 128 registers for 256 threads unless it is told that one program a multiprocessor is enough
             options["maxnreg"] = self.tiling.max_registers

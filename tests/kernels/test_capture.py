@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from glm53_mono.admission import AdmissionError
 from glm53_mono.bindings import Unused, empty_step
+from glm53_mono.capturing import settle
 from glm53_mono.fault_watch import HostRecord
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors, monokernel
 from glm53_mono.program.launch import Launch
@@ -74,6 +76,17 @@ def test_no_width_compiles_and_a_graph_holds_one_kernel(model: rig.Model, seed: 
     assert compiled_kernels() == built
     # Negative control: a copy beside the launch is seen.
     assert len(nodes(captured(first, first.hidden(), with_copy=True))) == 2
+
+
+def test_the_build_finds_its_launch_captured(model: rig.Model, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = prepare(model, 1, seed).launch
+    launch.run(*empty_step(Unused.on(torch.device("cuda"))), torch.empty(1, model.geometry.hidden, device="cuda"), 0, 0)
+    settle(launch)
+    assert launch.cooperative
+    # Negative control: a launch that ends up in no graph.
+    monkeypatch.setattr(type(launch), "run", lambda *_: None)
+    with pytest.raises(AdmissionError, match="a replay ran it 0 times"):
+        settle(launch)
 
 
 def test_replays_are_the_eager_launch_and_are_counted(model: rig.Model, seed: int) -> None:

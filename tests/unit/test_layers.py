@@ -36,9 +36,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "check": {"geometry", "kernels", "numerics", "program", "upstream"},
     "admission": {"bindings", "isa", "isas", "kernels", "program"},
+    "capturing": {"admission", "bindings", "kernels", "program"},
     "runtime": {
-        *("admission", "bindings", "check", "counters", "fault_watch", "geometry", "kernels", "metrics", "program"),
-        *("upstream", "weights"),
+        *("admission", "bindings", "capturing", "check", "counters", "fault_watch", "geometry", "kernels", "metrics"),
+        *("program", "upstream", "weights"),
     },
     "spec": {
         *("capabilities", "geometry", "isas", "numerics", "refusals", "runtime", "upstream", "weights"),
