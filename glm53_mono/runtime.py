@@ -19,7 +19,7 @@ from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, em
 from glm53_mono.capturing import settle
 from glm53_mono.check import watch as check_watch
 from glm53_mono.check.settings import Settings
-from glm53_mono.check.step import Check
+from glm53_mono.check.step import Check, WholeForward
 from glm53_mono.counters import Fallbacks, shown
 from glm53_mono.fault_watch import HostRecord, Watch
 from glm53_mono.geometry import Geometry
@@ -175,13 +175,15 @@ class Runtime:
         # a tensor of this forward's own: SGLang may still read the last one's when the next launch runs
         hidden = torch.empty((sizes.rows, self._launch.geometry.hidden), dtype=torch.bfloat16, device=input_ids.device)
         if self._check is not None:
-            parts = Parts(self._model, positions, forward_batch)
-
-            def sglangs_forward() -> Any:
-                return self._original_forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
-
+            arguments = input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors
+            whole = WholeForward(
+                run=lambda: self._original_forward(*arguments),
+                logits=lambda output: output.next_token_logits,
+                logits_of=lambda own: upstream.logits(self._model, input_ids, own, forward_batch).next_token_logits,
+            )
             keeps = self._check.settings.keeps_sglang
-            theirs = self._check.run(parts, tensors, sizes, hidden, sglangs_forward if keeps else None)
+            parts = Parts(self._model, positions, forward_batch)
+            theirs = self._check.run(parts, tensors, sizes, hidden, whole if keeps else None)
             if keeps:
                 return theirs
         elif self._launch.variant.backend == "interp":

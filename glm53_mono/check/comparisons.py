@@ -215,7 +215,8 @@ class Comparisons:
         worst = self._host[0].double()
         bounds = torch.tensor([(c.bound.rel, c.bound.max_abs) for c in self.comparisons], dtype=torch.float64)
         # a bound of zero is met or not
-        shares = torch.where(bounds > 0, worst / bounds.clamp(min=1e-30), worst * 1e30).amax(1)
+        shares = torch.where(bounds > 0, worst / bounds.clamp(min=1e-30), worst * 1e30)
+        shares = shares.masked_fill(bounds.isinf(), 0.0).amax(1)
         index = int(shares.argmax())
         return self.comparisons[index], Distance(*worst[index].tolist())
 

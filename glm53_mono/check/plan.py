@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from glm53_mono.check.choices import EXPERT_TIE, POOL_TIE
 from glm53_mono.check.comparisons import Comparison
 from glm53_mono.geometry import Geometry
@@ -9,12 +11,19 @@ from glm53_mono.numerics import BOUNDS, Distance
 
 SAME_BITS = Distance(0.0, 0.0)
 
-EMBEDDING, FINAL, LAUNCH = "embedding", "final norm", "launch"
+ANY = Distance(math.inf, math.inf)
+"""Of what is measured and not judged; a NaN is beyond it all the same."""
+
+EMBEDDING, FINAL, LAUNCH, FORWARD = "embedding", "final norm", "launch", "whole forward"
 ATTENTION, FFN = "attention", "ffn"
 
 
-def comparisons(geometry: Geometry, *, verify: bool) -> list[Comparison]:
+def comparisons(geometry: Geometry, *, verify: bool, whole: bool = False) -> list[Comparison]:
     """Every comparison of a step.
+
+    Args:
+        verify: it is a verify step.
+        whole: SGLang's whole forward runs too.
 
     The part `launch` compares the one launch that the server goes on with, bit for bit, with the same phases launched
     one by one, whose parts the other comparisons hold against SGLang's: what a missing barrier spoils is seen there.
@@ -41,6 +50,8 @@ def comparisons(geometry: Geometry, *, verify: bool) -> list[Comparison]:
             for region in _regions(layer, geometry, verify=verify)
         ]
     found.append(Comparison(geometry.layers, LAUNCH, "hidden", SAME_BITS))
+    if whole:
+        found.append(Comparison(geometry.layers, FORWARD, "logits", ANY))
     return found
 
 

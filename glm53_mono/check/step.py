@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +50,21 @@ POST, COMB = 0, 4
 """Places of a row's post and comb in the region `coefficients` (kernels/mhc.py: mix_coefficients)."""
 
 
+@dataclass(frozen=True)
+class WholeForward:
+    """SGLang's forward of the step in progress.
+
+    Attributes:
+        run: runs it from the caches as they are, and returns what it returns.
+        logits: [rows, vocab] of what `run` returned.
+        logits_of: the same of hidden states [rows, hidden] bf16.
+    """
+
+    run: Callable[[], Any]
+    logits: Callable[[Any], Tensor]
+    logits_of: Callable[[Tensor], Tensor]
+
+
 class CheckError(ValueError):
     """A launch that cannot be checked; the message says why."""
 
@@ -80,7 +96,9 @@ class Check:
         self._settings = settings
         self._verify = launch.variant.verify
         self._device = launch.buffer.device
-        self.comparisons = Comparisons(plan.comparisons(geometry, verify=self._verify), settings.every, self._device)
+        self.comparisons = Comparisons(
+            plan.comparisons(geometry, verify=self._verify, whole=settings.keeps_sglang), settings.every, self._device
+        )
         sizes = {layer: bytes_a_layer(geometry, layer, verify=self._verify) for layer in range(geometry.layers)}
         before = sizes if settings.keeps_sglang else {0: max(sizes.values())}
         total = sum(sizes.values()) + sum(before.values()) + max(sizes.values()) + self.comparisons.bytes()
@@ -128,17 +146,17 @@ class Check:
         tensors: StepTensors,
         sizes: StepSizes,
         hidden: Tensor,
-        sglangs_forward: Callable[[], Any] | None = None,
+        whole: WholeForward | None = None,
     ) -> Any:
         """Runs a step and compares it.
 
         Args:
             parts: SGLang's, of the step in progress.
             hidden: bf16 [rows, hidden], gets the launch's result.
-            sglangs_forward: SGLang's whole forward of this step; needed where the server goes on with its results.
+            whole: SGLang's forward of this step; needed where the server goes on with its results.
 
         Returns:
-            What `sglangs_forward` returned, None without it.
+            What that forward returned, None without it.
         """
         launch, geometry = self._launch, self._launch.geometry
         step = _Step(self, parts, tensors, sizes)
@@ -157,12 +175,15 @@ class Check:
         for layer in range(geometry.layers):
             step.compare_launch(layer)
         self.comparisons.compare(geometry.layers, plan.LAUNCH, "hidden", hidden, by_phase, step.live.rows)
+        theirs = None
+        if whole is not None:
+            for layer in range(geometry.layers):
+                put_back(self._regions[layer], step.places, step.before[layer])
+            theirs = whole.run()
+            logits = whole.logits_of(hidden), whole.logits(theirs)
+            self.comparisons.compare(geometry.layers, plan.FORWARD, "logits", *logits, step.live.rows)
         self.comparisons.end(tensors.request_rows)
-        if sglangs_forward is None:
-            return None
-        for layer in range(geometry.layers):
-            put_back(self._regions[layer], step.places, step.before[layer])
-        return sglangs_forward()
+        return theirs
 
     def _columns(self) -> dict[tuple[int, str, str], int]:
         """Values of a row of each comparison."""
@@ -174,6 +195,7 @@ class Check:
             "hidden": geometry.hidden,
             "post": geometry.streams,
             "comb": geometry.streams**2,
+            "logits": geometry.vocab,
             "chosen experts": 1,
             "chosen pools": 1,
             "expert weights": geometry.experts,

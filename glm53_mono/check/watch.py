@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from glm53_mono.check.comparisons import Comparisons, Counts, Violation
-from glm53_mono.check.plan import LAUNCH
+from glm53_mono.check.plan import FORWARD, LAUNCH
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +76,15 @@ class Watch:
         """The counts so far."""
         counts = self._comparisons.counts()
         nearest, measured = self._comparisons.nearest_to_its_bound()
+        logits = [c for c in self._comparisons.comparisons if c.part == FORWARD]
+        whole = [self._comparisons.worst(c.layer, c.part, c.value) for c in logits]
         return (
             f"monokernel check: rank {self._rank}: {counts.compared} of {counts.steps} steps compared, "
             f"{counts.violating} with a violation; near-ties that fell the other way: {counts.expert_ties} of experts, "
             f"{counts.pool_ties} of pools; nearest to its bound: layer {nearest.layer}, {nearest.part}, "
             f"{nearest.value}, relative error {measured.rel:.3g} of {nearest.bound.rel:.3g}, largest "
             f"{measured.max_abs:.3g} of {nearest.bound.max_abs:.3g}"
+            + "".join(f"; logits of the two whole forwards: relative error up to {each.rel:.3g}" for each in whole)
         )
 
     def _run(self) -> None:

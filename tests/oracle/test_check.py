@@ -18,7 +18,7 @@ from tests.oracle.sglang_cpu import context
 context.prepare_environment()
 
 from glm53_mono import runtime
-from glm53_mono.check.comparisons import Violation
+from glm53_mono.check.comparisons import Counts, Violation
 from glm53_mono.check.settings import CHECK
 from glm53_mono.check.step import CheckError
 from glm53_mono.checkpoint.config import checkpoint_geometry
@@ -26,6 +26,7 @@ from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.kernels import dense, indexer, mhc, moe
 from glm53_mono.kernels.memory import private
 from glm53_mono.kernels.record import Kind, Word
+from glm53_mono.numerics import BOUNDS
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.reference.state import Caches
 from glm53_mono.upstream.running import ServedStep
@@ -164,7 +165,10 @@ def test_the_server_may_go_on_with_sglangs_results(served: SglangModel, requests
         found = ours(served, made, batch)
         assert torch.equal(found.hidden_states, trace.hidden)
         assert same_caches(after, served.caches) == []
-        assert made.check.comparisons.counts().compared == 1
+        assert made.check.comparisons.counts() == Counts(1, 1, 0, 0, 0)
+        apart = made.check.comparisons.worst(GEOMETRY.layers, "whole forward", "logits")
+        assert 0 < apart.rel < BOUNDS["step", "logits"].rel
+        assert f"logits of the two whole forwards: relative error up to {apart.rel:.3g}" in made._check_watch.summary()
 
 
 def named(found: list[Violation]) -> tuple[int, str, str]:
