@@ -12,14 +12,14 @@ NOT_YET_BUILT: tuple[Refusal, ...] = (
         f"glm53_mono {__version__} has no reduction between ranks: serve with --tp-size 1 instead of {{found}}",
     ),
     Refusal(
-        "FP8 weights",
-        lambda s: s.quantization == "fp8",
-        f"glm53_mono {__version__} does not read FP8 weights: serve a bf16 checkpoint",
-    ),
-    Refusal(
         "MXFP4 weights",
         lambda s: s.quantization == "quark",
-        f"glm53_mono {__version__} does not read Quark MXFP4 weights: serve a bf16 checkpoint",
+        f"glm53_mono {__version__} does not read Quark weights: serve a bf16 or an FP8 checkpoint",
+    ),
+    Refusal(
+        "AITER FP8 layout",
+        lambda s: s.environment.aiter and s.quantization == "fp8",
+        f"glm53_mono {__version__} does not read FP8 weights that AITER has shuffled: serve with SGLANG_USE_AITER=0",
     ),
     Refusal(
         "AITER weight layout",

@@ -12,6 +12,9 @@ ARCHITECTURE = "Glm5NextForConditionalGeneration"
 FP8_BLOCK = 128
 """Rows and columns that share one scale in an FP8 weight."""
 
+MXFP4_BLOCK = 32
+"""Columns of a row that share one scale in an MXFP4 weight."""
+
 MAX_ROWS = 8
 """Rows of the largest step that runs as one launch."""
 

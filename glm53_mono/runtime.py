@@ -38,6 +38,7 @@ from glm53_mono.upstream.running import ServedStep, index_keys_are_tiled, longes
 from glm53_mono.upstream.step import Backends, attention_backends, has_embeds, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
 from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.formats import common_formats
 from glm53_mono.weights.model import StepWeights
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     rank, ranks = upstream.tensor_parallel_rank()
     geometry = Geometry.from_config(hf_config, ranks)
     weights = upstream.step_weights(model, geometry)
+    formats = common_formats(weights.layers)
+    logger.info("glm53_mono: weights are %s, read where they are", formats.described())
     step = served_step()
     launch = Launch.prepare(
         geometry,
@@ -75,6 +78,7 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
         step_phases(geometry, weights, Pools.missing(geometry)),
         max_tokens=longest_context(hf_config) + HEADROOM_PAGES * geometry.page_tokens,
         deadline_s=context.deadline_s,
+        formats=formats,
         device=weights.norm.device,
     )
     admit(launch, context.isa)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from glm53_mono.checkpoint.formats import WeightFormat, quantization_config
 from glm53_mono.checkpoint.tokenizer import EOS_TOKENS, PAD_TOKEN, special_token_id
 from glm53_mono.geometry import ARCHITECTURE, LINEAR_STRUCTURE, MOST_EXPERTS, MOST_LAYERS, STRUCTURE, Geometry
 
@@ -67,7 +68,12 @@ class ConfigError(ValueError):
 
 
 def model_config(
-    layers: int = 45, experts: int = 288, scale: str | Scale = "full", *, mtp: bool = True
+    layers: int = 45,
+    experts: int = 288,
+    scale: str | Scale = "full",
+    *,
+    mtp: bool = True,
+    weight_format: WeightFormat = WeightFormat.BF16,
 ) -> dict[str, Any]:
     """The contents of config.json.
 
@@ -76,6 +82,7 @@ def model_config(
         experts: routed experts of a sparse layer.
         scale: a key of `SCALES` or sizes of one's own.
         mtp: whether the checkpoint has the MTP layer (index `layers`).
+        weight_format: of the matrices that the published checkpoint of that format quantises.
 
     The defaults are the published model's text part. The vision part is a stub of one block: SGLang's server builds
     the vision tower whatever the checkpoint says (configs/model_config.py:909 overwrites `language_only`), and
@@ -113,6 +120,10 @@ def model_config(
     kda_layers = [layer for layer in range(layers) if layer % DSA_PERIOD != DSA_PERIOD - 1]
     order_layers(config, kda_layers, min(layers, DENSE_LAYERS))
     checkpoint_geometry(config)
+    quantisation = quantization_config(weight_format, config["text_config"])
+    if quantisation is not None:
+        # SGLang takes the text model's for the whole (configs/glm5_next.py:331); transformers reads the outer one
+        config["text_config"]["quantization_config"] = config["quantization_config"] = quantisation
     return config
 
 

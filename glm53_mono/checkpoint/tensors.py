@@ -7,17 +7,25 @@ Names and dtypes are those of the published checkpoint (zai-org/GLM-5.3-Flash-BF
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from glm53_mono.checkpoint.config import checkpoint_geometry
-from glm53_mono.geometry import Geometry
+from glm53_mono.checkpoint.config import ConfigError, checkpoint_geometry
+from glm53_mono.checkpoint.formats import PREFIX, WeightFormat, format_of, scales_name
+from glm53_mono.geometry import FP8_BLOCK, MXFP4_BLOCK, Geometry
 
-PREFIX = "model.language_model."
-
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
 """Bytes of one element, by the dtype names of torch that the table uses."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A bf16 matrix that is drawn, then quantised; either tensor is drawn from the same values."""
+
+    source: TensorSpec
+    weight_format: WeightFormat
+    is_scales: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,8 @@ class TensorSpec:
     dtype: str
     mean: float
     std: float
+    quantised: Quantised | None = None
+    """Where the values come from instead, of a quantised matrix or its scales."""
 
     @property
     def bytes(self) -> int:
@@ -49,12 +59,38 @@ def tensor_table(config: dict[str, Any]) -> list[TensorSpec]:
     geometry = checkpoint_geometry(config)
     layers = [tensor for layer in range(geometry.layers) for tensor in _decoder_layer(geometry, layer)]
     mtp = list(_mtp_layer(geometry)) if config["text_config"]["num_nextn_predict_layers"] else []
-    return [
+    plain = [
         _tensor(PREFIX + "embed_tokens.weight", (geometry.vocab, geometry.hidden), std=1.0),
         *layers,
         *mtp,
         _norm(PREFIX + "norm.weight", geometry.hidden),
         _linear("lm_head.weight", geometry.vocab, geometry.hidden),
+    ]
+    return [spec for tensor in plain for spec in _as_stored(tensor, config["text_config"])]
+
+
+def _as_stored(tensor: TensorSpec, text: dict[str, Any]) -> list[TensorSpec]:
+    """The tensor itself, or the values and scales that stand for it."""
+    stored_as = format_of(tensor.name, text)
+    if stored_as == WeightFormat.BF16:
+        return [tensor]
+    rows, columns = tensor.shape
+    if stored_as == WeightFormat.FP8:
+        units, values, scales = (FP8_BLOCK, FP8_BLOCK), ((rows, columns), "float8_e4m3fn"), "float32"
+    else:
+        units, values, scales = (1, MXFP4_BLOCK), ((rows, columns // 2), "uint8"), "uint8"
+    if rows % units[0] or columns % units[1]:
+        raise ConfigError(f"{tensor.name} is {rows} x {columns}, which is no whole number of {stored_as} blocks")
+    blocks = (rows // units[0], columns // units[1])
+    return [
+        replace(tensor, shape=values[0], dtype=values[1], quantised=Quantised(tensor, stored_as, is_scales=False)),
+        replace(
+            tensor,
+            name=scales_name(tensor.name, text),
+            shape=blocks,
+            dtype=scales,
+            quantised=Quantised(tensor, stored_as, is_scales=True),
+        ),
     ]
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from glm53_mono.checkpoint.config import ConfigError, model_config
+from glm53_mono.checkpoint.formats import WeightFormat
 from glm53_mono.checkpoint.tensors import TensorSpec, tensor_table
 from glm53_mono.checkpoint.tokenizer import write_tokenizer
 from glm53_mono.geometry import GeometryError
@@ -39,12 +40,6 @@ class ScaleName(StrEnum):
 
     SMALL = "small"
     FULL = "full"
-
-
-class WeightFormat(StrEnum):
-    """Formats of the weight matrices."""
-
-    BF16 = "bf16"
 
 
 class CheckpointError(ValueError):
@@ -67,9 +62,15 @@ def checkpoint_tensors(config: dict[str, Any], seed: int, device: str = "cpu") -
 
 
 def draw_tensor(spec: TensorSpec, seed: int, device: str = "cpu") -> torch.Tensor:
-    """One tensor of normally distributed values, in the spec's shape and dtype."""
+    """One tensor of normally distributed values, quantised where the spec says so, in its shape and dtype."""
     import torch
 
+    if spec.quantised is not None:
+        from glm53_mono.weights import fp8, mxfp4
+
+        quantise = fp8.quantised if spec.quantised.weight_format == WeightFormat.FP8 else mxfp4.quantised
+        values, scales = quantise(draw_tensor(spec.quantised.source, seed, device))
+        return scales if spec.quantised.is_scales else values
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
@@ -164,7 +165,7 @@ def checkpoint(
     """Write a checkpoint of GLM-5.3-Flash with random weights, and a tokenizer, for tests and benchmarks."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     try:
-        config = _requested_config(layers, experts, scale, mtp, seed, device)
+        config = _requested_config(layers, experts, scale, mtp, weight_format, seed, device)
         total = 0 if config_only else sum(spec.bytes for spec in tensor_table(config))
         # Here too, so that a refusal comes before the bar.
         check_target(directory, total)
@@ -179,7 +180,9 @@ def checkpoint(
     typer.echo(f"{directory}: {layers} layers, {experts} experts, {size}")
 
 
-def _requested_config(layers: int, experts: int, scale: ScaleName, mtp: bool, seed: int, device: str) -> dict[str, Any]:
+def _requested_config(
+    layers: int, experts: int, scale: ScaleName, mtp: bool, weight_format: WeightFormat, seed: int, device: str
+) -> dict[str, Any]:
     if seed < 0:
         raise CheckpointError(f"--seed {seed} is less than 0")
     if find_spec("torch") is None:
@@ -189,7 +192,7 @@ def _requested_config(layers: int, experts: int, scale: ScaleName, mtp: bool, se
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if device not in devices:
         raise CheckpointError(f"--device {device} is not here: use {' or '.join(devices)}")
-    return model_config(layers, experts, scale.value, mtp=mtp)
+    return model_config(layers, experts, scale.value, mtp=mtp, weight_format=weight_format)
 
 
 @contextmanager

@@ -258,7 +258,15 @@ def _judge_server(arguments: Sequence[str], isa: str | None, findings: Sequence[
 
 def _unjudged(why: str) -> dict[str, Any]:
     reasons = [f"SGLang cannot be asked: {why}"]
-    return {"runs": False, "isa": None, "spec": None, "steps": None, "reasons": reasons, "not_evaluated": []}
+    return {
+        "runs": False,
+        "isa": None,
+        "spec": None,
+        "steps": None,
+        "reasons": reasons,
+        "not_evaluated": [],
+        "weights": None,
+    }
 
 
 @contextlib.contextmanager
@@ -294,6 +302,8 @@ def _print_findings(findings: Sequence[Finding], works: bool) -> None:
 def _print_server(serving: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
     steps = serving["steps"]
+    if serving["weights"] is not None:
+        console.print(f"The checkpoint's weights: {serving['weights']}.")
     if serving["runs"]:
         console.print(f"This server would run {serving['spec']} on {serving['isa']}.")
     else:

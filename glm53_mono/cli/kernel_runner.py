@@ -26,6 +26,7 @@ from glm53_mono.reference import head, indexer, mhc, numerics
 from glm53_mono.reference.state import Caches, Mode, StepInputs
 from glm53_mono.reference.step import commit
 from glm53_mono.weights import bf16
+from glm53_mono.weights.formats import common_formats
 from glm53_mono.weights.model import ModelWeights
 
 BACKEND = "interp"
@@ -111,6 +112,7 @@ class KernelRunner:
                 backend=BACKEND,
             ),
             step_phases(self.geometry, self._described, self._pools),
+            formats=common_formats(self._described.layers),
             max_tokens=inputs.req_to_token.shape[1],
             deadline_s=DEADLINE_S,
             device="cpu",

@@ -42,6 +42,8 @@ class Verdict:
     steps: launch.Steps | None
     reasons: tuple[str, ...]
     not_evaluated: tuple[str, ...]
+    weights: str
+    """the checkpoint's format, as its config.json states it"""
 
     @property
     def runs(self) -> bool:
@@ -51,6 +53,12 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """The verdict as plain values, for JSON."""
         return {"runs": self.runs, **asdict(self)}
+
+
+def weight_format(quantization: str | None) -> str:
+    """SGLang's name of a quantisation in the words of the support matrix; a name of others stays as it is."""
+    named = {None: "bf16", "unquant": "bf16", "fp8": "FP8 blocks", "quark": "Quark MXFP4 with FP8 blocks"}
+    return named.get(quantization, str(quantization))
 
 
 def judge(arguments: Sequence[str], isa: str | None = None) -> Verdict:
@@ -93,4 +101,5 @@ def judge(arguments: Sequence[str], isa: str | None = None) -> Verdict:
             *(WITHOUT_GPU if elsewhere else ()),
             *(WITHOUT_ROCM if elsewhere and judged.startswith("gfx") else ()),
         ),
+        weights=weight_format(server.server.quantization),
     )

@@ -26,6 +26,7 @@ from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.program.workspace import HEADROOM_PAGES
+from glm53_mono.weights.formats import common_formats
 
 DEADLINE_S = 30.0
 """Any; the kernel reads it at run time."""
@@ -114,6 +115,7 @@ def published_launch(variant: KernelVariant) -> Launch:
             backend=BACKENDS[variant.isa],
         ),
         step_phases(geometry, weights, Pools.missing(geometry)),
+        formats=common_formats(weights.layers),
         max_tokens=text.max_position_embeddings + HEADROOM_PAGES * geometry.page_tokens,
         deadline_s=DEADLINE_S,
         device="cpu",

@@ -4,41 +4,44 @@ import triton
 import triton.language as tl
 
 from glm53_mono.kernels.gemv import (
-    add_chunk,
     pair_row,
     row_index,
     split_pairs,
     unfold,
     zero_tile,
 )
-from glm53_mono.kernels.memory import pointer, region
+from glm53_mono.kernels.memory import region
 from glm53_mono.kernels.numerics import clamped_swiglu
 from glm53_mono.kernels.output import write_branch
 from glm53_mono.kernels.record import Word, device
+from glm53_mono.kernels.stored import add_chunk, chunk_depth, matrix_in
 
 DENSE = device(Word.DENSE)
 
 
 @triton.jit
 def gate_up(
-    x, matrix, out, rows,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+    x, record, WORD: tl.constexpr, out, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    FORMAT: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """out = clamped SwiGLU of x W^T, bf16 [rows, WIDTH]; W bf16 [2 WIDTH, hidden], gates first (MODEL_MATH 4.1).
+    """out = clamped SwiGLU of x W^T, bf16 [rows, WIDTH]; W [2 WIDTH, hidden] in word WORD, gates first.
 
     Task: one tile of gate and up pairs.
     """
+    DEPTH: tl.constexpr = chunk_depth(WIDE, G.hidden, FORMAT)
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     HALF: tl.constexpr = COLUMNS // 2
     TILES: tl.constexpr = (WIDTH + HALF - 1) // HALF
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     row = row_index()[:, None]
+    matrix, scales = matrix_in(record, WORD)
     acc = zero_tile(COLUMNS)
     for i in tl.range(0, (TILES - pid + programs - 1) // programs * CHUNKS, num_stages=T.stages):
         tile = pid + (i // CHUNKS) * programs
         first = (i % CHUNKS) * DEPTH
-        acc = add_chunk(acc, x, G.hidden, rows, matrix, pair_row(tile * HALF, COLUMNS, WIDTH), first, G.hidden, DEPTH)
+        pairs = pair_row(tile * HALF, COLUMNS, WIDTH)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, pairs, first, G.hidden, DEPTH, FORMAT)
         if i % CHUNKS == CHUNKS - 1:
             gate, up = split_pairs(unfold(acc, COLUMNS), COLUMNS)
             column = tile * HALF + tl.arange(0, HALF)[None, :]
@@ -48,16 +51,18 @@ def gate_up(
 
 
 @triton.jit
-def dense_up(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+def dense_up(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr):
     """Gate and up of a dense layer. Task: one tile of pairs."""
     x = region(workspace, W.mixed, tl.bfloat16)
     out = region(workspace, W.wide, tl.bfloat16)
-    gate_up(x, pointer(record, DENSE, tl.bfloat16), out, rows, G.dense_width, T.up_columns, T.up_depth, G, T)
+    gate_up(x, record, DENSE, out, rows, G.dense_width, T.up_columns, T.up_depth, F.dense_up, G, T)
 
 
 @triton.jit
-def dense_down(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr):
+def dense_down(
+    workspace, record, rows,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """f = wide W_down^T, then hc_post. Task: one whole tile of hidden columns."""
     x = region(workspace, W.wide, tl.bfloat16)
-    matrix = pointer(record, DENSE, tl.bfloat16)
-    write_branch(workspace, record, x, matrix, rows, G.dense_width, T.dense_depth, W, G, T, BACKEND)
+    write_branch(workspace, record, DENSE, x, rows, G.dense_width, T.dense_depth, F.dense_down, W, G, T, BACKEND)

@@ -45,15 +45,23 @@ def add_chunk(acc, x, stride, rows, matrix, row, first, K: tl.constexpr, DEPTH: 
     [2 COLUMNS], the weight rows of `folded_columns`.
     """
     HALF: tl.constexpr = DEPTH // 2
+    activations = load_activations(x, stride, rows, first, DEPTH)
     k = first + tl.arange(0, HALF)[None, :]
-    folded_row = tl.arange(0, 2 * ROWS)[:, None]
-    own = folded_row % ROWS
-    place = own * stride + folded_row // ROWS * HALF + k
-    activations = tl.load(x + place, mask=(own < rows) & (k >= 0), other=0.0)
     COLUMNS: tl.constexpr = row.shape[0] // 2
     half = (tl.arange(0, 2 * COLUMNS) // COLUMNS * HALF)[:, None]
     weights = tl.load(matrix + (row[:, None] * K + half) + k, eviction_policy="evict_first")
     return tl.dot(activations, weights.T, acc)
+
+
+@triton.jit
+def load_activations(x, stride, rows, first, DEPTH: tl.constexpr):
+    """The chunk [first, first + DEPTH) of the rows, folded: bf16 [16, DEPTH / 2]; rows beyond `rows` are zero."""
+    HALF: tl.constexpr = DEPTH // 2
+    k = first + tl.arange(0, HALF)[None, :]
+    folded_row = tl.arange(0, 2 * ROWS)[:, None]
+    own = folded_row % ROWS
+    place = own * stride + folded_row // ROWS * HALF + k
+    return tl.load(x + place, mask=(own < rows) & (k >= 0), other=0.0)
 
 
 @triton.jit

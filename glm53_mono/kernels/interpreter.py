@@ -16,12 +16,13 @@ GPU drops it;
 9. `tl.fma` rounds the product before it adds, where a GPU rounds once;
 10. a row of an fp32 `tl.dot` has other bits in another place: numpy's sgemm sums the rows of one matrix in several
 orders. Sums of products are fp64 here: of bf16 values exact but for operands 2^28 apart, so any order gives the same.
+11. `tl.dot_scaled` reads a bf16 operand through fp16; mended for bf16 times scaled e2m1, which is all that is here.
 
 It also takes the interpreter's slowest spots out (`faster_interpreter`), and the check of every integer sum for
 overflow: tests on a GPU reach the sizes that could.
 
-What stays: fp32 dots are exact where sm_90 may use TF32, programs of a grid run one after another, inline assembly is
-refused, and `tl.dot_scaled` reads a bf16 operand through fp16.
+What stays: fp32 dots are exact where sm_90 may use TF32, programs of a grid run one after another, and inline assembly
+is refused.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def repair() -> None:
     builder.binary_op = _binary(builder.binary_op)
     builder.unary_op = _unary(builder.unary_op)
     builder.create_dot = _dot
+    builder.create_dot_scaled = _dot_scaled
     builder.create_fma = _fma
     builder.create_clampf = _clamp
     builder.create_minnumf = functools.partialmethod(builder.binary_op, op=np.fmin)
@@ -168,6 +170,25 @@ def _dot(
     product = _widen(a.data, a.dtype).astype(exact) @ _widen(b.data, b.dtype).astype(exact)
     sums = (product + accumulator).astype(accumulator.dtype)
     return TensorHandle(_narrow(sums, d.dtype), d.dtype.scalar)
+
+
+def _dot_scaled(
+    self: InterpreterBuilder, a: TensorHandle, a_scale: TensorHandle | None, a_format: Any,
+    b: TensorHandle, b_scale: TensorHandle | None, b_format: Any,
+    fast_math: bool, a_k_pack: bool, b_k_pack: bool, d: TensorHandle,
+) -> TensorHandle:  # fmt: skip
+    """a bf16 [M, K], b packed e2m1 [K / 2, N], b_scale E8M0 [N, K / 32]; a scale of 0 is 0 and 255 NaN, as compiled."""
+    if a_scale is not None or not (
+        a.dtype.scalar == tl.bfloat16 and b_format == ir.ScaleDotElemTypeTY.E2M1 and b_k_pack
+    ):
+        raise NotImplementedError(f"dot_scaled of {a.dtype} and {b_format} is not mended")
+    codes = np.stack((b.data & 15, b.data >> 4), 1).reshape(-1, b.data.shape[1])
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes >= 8, -1, 1)
+    scales = (b_scale.data.astype(np.uint32) << 23).view(np.float32)
+    scales = np.where(b_scale.data == 255, np.float32(np.nan), scales)
+    weights = values.astype(np.float32) * np.repeat(scales.T, 32, axis=0)
+    wide = TensorHandle(weights, tl.float32)
+    return self.create_dot(TensorHandle(_widen(a.data, a.dtype), tl.float32), wide, d, None, 0)
 
 
 def _fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:

@@ -18,6 +18,12 @@ def private(workspace, OFFSET: tl.constexpr, BYTES: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
+def address_of(address, DTYPE: tl.constexpr):
+    """An int64 address as a pointer; the alignment hint makes its loads 16 bytes wide."""
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
 def pointer(record, WORD: tl.constexpr, DTYPE: tl.constexpr):
-    """The tensor that a word of the record points to; the alignment hint makes its loads 16 bytes wide."""
-    return tl.multiple_of(tl.load(record + WORD).to(tl.pointer_type(DTYPE)), 16)
+    """The tensor that a word of the record points to."""
+    return address_of(tl.load(record + WORD), DTYPE)

@@ -3,10 +3,12 @@
 import triton
 import triton.language as tl
 
-from glm53_mono.kernels.gemv import add_chunk, folded_columns, row_index, unfold, zero_tile
+from glm53_mono.kernels import gemv
+from glm53_mono.kernels.gemv import folded_columns, row_index, unfold, zero_tile
 from glm53_mono.kernels.indexer import close_pools, row_length, score_pages
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.record import Word, device
+from glm53_mono.kernels.stored import BF16, add_chunk, chunk_depth, matrix_in
 from glm53_mono.kernels.sync import program_barrier
 
 LATENTS = device(Word.LATENTS)
@@ -23,37 +25,66 @@ VALUE_UP = device(Word.VALUE_UP)
 
 
 @triton.jit
-def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr):
     """q and kv latents, the indexer's key and gate, and its head weights.
 
     Tasks: one whole output tile; from the last program down, where no tile is left, an index head's weights.
     """
     COLUMNS: tl.constexpr = T.latent_columns
-    DEPTH: tl.constexpr = T.latent_depth
+    LATENT_TILES: tl.constexpr = (G.q_rank + G.latent + COLUMNS - 1) // COLUMNS
+    INDEX_TILES: tl.constexpr = (G.index_head_dim + COLUMNS - 1) // COLUMNS
+    GATE: tl.constexpr = LATENT_TILES + INDEX_TILES
+    TILES: tl.constexpr = GATE + INDEX_TILES
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    x = region(workspace, W.mixed, tl.bfloat16)
+    for head in range(programs - 1 - pid, G.index_heads, programs):
+        project_head_weight(workspace, record, x, head, rows, W, G)
+    if (F.latents == BF16) & (F.index_key == BF16):
+        project_tiles(workspace, record, x, rows, 0, TILES, BF16, W, G, T)
+    else:
+        project_tiles(workspace, record, x, rows, 0, LATENT_TILES, F.latents, W, G, T)
+        project_tiles(workspace, record, x, rows, LATENT_TILES, GATE, F.index_key, W, G, T)
+        project_tiles(workspace, record, x, rows, GATE, TILES, BF16, W, G, T)
+
+
+@triton.jit
+def own_tile(FIRST: tl.constexpr, programs):
+    """The first tile from FIRST on that is this program's when tiles are dealt out in turn from tile 0."""
+    if FIRST == 0:
+        return tl.program_id(0)
+    else:
+        return FIRST + (tl.program_id(0) + programs - FIRST % programs) % programs
+
+
+@triton.jit
+def project_tiles(
+    workspace, record, x, rows, FIRST: tl.constexpr, END: tl.constexpr, FORMAT: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The tiles [FIRST, END) of `mla_project`: first those of the latents, then the index key's and its gate's."""
+    COLUMNS: tl.constexpr = T.latent_columns
+    DEPTH: tl.constexpr = chunk_depth(T.latent_depth, G.hidden, FORMAT)
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     LATENT_WIDTH: tl.constexpr = G.q_rank + G.latent
     LATENT_TILES: tl.constexpr = (LATENT_WIDTH + COLUMNS - 1) // COLUMNS
     INDEX_TILES: tl.constexpr = (G.index_head_dim + COLUMNS - 1) // COLUMNS
-    TILES: tl.constexpr = LATENT_TILES + 2 * INDEX_TILES
-    pid = tl.program_id(0)
     programs = tl.num_programs(0)
-    x = region(workspace, W.mixed, tl.bfloat16)
+    start = own_tile(FIRST, programs)
     row = row_index()[:, None]
-    for head in range(programs - 1 - pid, G.index_heads, programs):
-        project_head_weight(workspace, record, x, head, rows, W, G)
     acc = zero_tile(COLUMNS)
-    for i in tl.range(0, (TILES - pid + programs - 1) // programs * CHUNKS, num_stages=T.stages):
-        tile = pid + (i // CHUNKS) * programs
+    for i in tl.range(0, (END - start + programs - 1) // programs * CHUNKS, num_stages=T.stages):
+        tile = start + (i // CHUNKS) * programs
         first = (i % CHUNKS) * DEPTH
         is_latent = tile < LATENT_TILES
         is_key = (tile >= LATENT_TILES) & (tile < LATENT_TILES + INDEX_TILES)
         word = tl.where(is_latent, LATENTS, tl.where(is_key, INDEX_KEY, INDEX_GATE))
         local = tile - tl.where(is_latent, 0, tl.where(is_key, LATENT_TILES, LATENT_TILES + INDEX_TILES))
         width = tl.where(is_latent, LATENT_WIDTH, G.index_head_dim)
-        matrix = tl.multiple_of(tl.load(record + word).to(tl.pointer_type(tl.bfloat16)), 16)
+        matrix, scales = matrix_in(record, word)
         column = local * COLUMNS + tl.arange(0, COLUMNS)
         weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
-        acc = add_chunk(acc, x, G.hidden, rows, matrix, weight_row, first, G.hidden, DEPTH)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, weight_row, first, G.hidden, DEPTH, FORMAT)
         if i % CHUNKS == CHUNKS - 1:
             offset = tl.where(is_latent, W.latents, tl.where(is_key, W.index_key, W.index_gate))
             out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)
@@ -76,53 +107,68 @@ def project_head_weight(workspace, record, x, head, rows, W: tl.constexpr, G: tl
 @triton.jit
 def mla_query(
     workspace, record, step, rows, VERIFY: tl.constexpr, TILED: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """Queries of attention and indexer; the caches' new latents, ring rows and closed pools.
 
     Tasks: one whole output tile; one request's cache writes, in the last programs, which have no tile.
     """
     COLUMNS: tl.constexpr = T.query_columns
-    DEPTH: tl.constexpr = T.query_depth
-    CHUNKS: tl.constexpr = G.q_rank // DEPTH
-    QUERY_WIDTH: tl.constexpr = G.mla_heads * G.qk_head_dim
-    INDEX_WIDTH: tl.constexpr = G.index_heads * G.index_head_dim
-    QUERY_TILES: tl.constexpr = (QUERY_WIDTH + COLUMNS - 1) // COLUMNS
-    TILES: tl.constexpr = QUERY_TILES + (INDEX_WIDTH + COLUMNS - 1) // COLUMNS
+    QUERY_TILES: tl.constexpr = (G.mla_heads * G.qk_head_dim + COLUMNS - 1) // COLUMNS
+    TILES: tl.constexpr = QUERY_TILES + (G.index_heads * G.index_head_dim + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     normed_query_latents(workspace, record, rows, W, G)
     program_barrier(BACKEND)
-    x = private(workspace, W.query_latent, W.query_latent_bytes, tl.bfloat16)
-    row = row_index()[:, None]
-    acc = zero_tile(COLUMNS)
     requests = rows // step.tokens
     writers = tl.maximum(tl.minimum(requests, programs // T.programs_a_writer), 1)
     # a lone program does both
     workers = tl.maximum(programs - writers, 1)
-    tiles = tl.where(pid < workers, (TILES - pid + workers - 1) // workers, 0)
+    if F.query == F.index_query:
+        query_tiles(workspace, record, rows, workers, 0, TILES, F.query, W, G, T)
+    else:
+        query_tiles(workspace, record, rows, workers, 0, QUERY_TILES, F.query, W, G, T)
+        query_tiles(workspace, record, rows, workers, QUERY_TILES, TILES, F.index_query, W, G, T)
+    from_last = programs - 1 - pid
+    for request in range(tl.where(from_last < writers, from_last, requests), requests, writers):
+        for token in range(0, step.tokens):
+            write_latent(workspace, record, step, request * step.tokens + token, W, G)
+        close_pools(workspace, record, step, request, VERIFY, TILED, W, G, BACKEND)
+
+
+@triton.jit
+def query_tiles(
+    workspace, record, rows, workers, FIRST: tl.constexpr, END: tl.constexpr, FORMAT: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The tiles [FIRST, END) of `mla_query`, dealt to the first `workers` programs: the attention's, then the index's."""
+    COLUMNS: tl.constexpr = T.query_columns
+    DEPTH: tl.constexpr = chunk_depth(T.query_depth, G.q_rank, FORMAT)
+    CHUNKS: tl.constexpr = G.q_rank // DEPTH
+    QUERY_WIDTH: tl.constexpr = G.mla_heads * G.qk_head_dim
+    INDEX_WIDTH: tl.constexpr = G.index_heads * G.index_head_dim
+    QUERY_TILES: tl.constexpr = (QUERY_WIDTH + COLUMNS - 1) // COLUMNS
+    start = own_tile(FIRST, workers)
+    x = private(workspace, W.query_latent, W.query_latent_bytes, tl.bfloat16)
+    row = row_index()[:, None]
+    acc = zero_tile(COLUMNS)
+    tiles = tl.where(tl.program_id(0) < workers, (END - start + workers - 1) // workers, 0)
     for i in tl.range(0, tiles * CHUNKS, num_stages=T.stages):
-        tile = pid + (i // CHUNKS) * workers
+        tile = start + (i // CHUNKS) * workers
         first = (i % CHUNKS) * DEPTH
         is_query = tile < QUERY_TILES
         local = tile - tl.where(is_query, 0, QUERY_TILES)
         width = tl.where(is_query, QUERY_WIDTH, INDEX_WIDTH)
-        address = tl.load(record + tl.where(is_query, QUERY, INDEX_QUERY))
-        matrix = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
+        matrix, scales = matrix_in(record, tl.where(is_query, QUERY, INDEX_QUERY))
         column = local * COLUMNS + tl.arange(0, COLUMNS)
         weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
-        acc = add_chunk(acc, x, G.q_rank, rows, matrix, weight_row, first, G.q_rank, DEPTH)
+        acc = add_chunk(acc, x, G.q_rank, rows, matrix, scales, weight_row, first, G.q_rank, DEPTH, FORMAT)
         if i % CHUNKS == CHUNKS - 1:
             offset = tl.where(is_query, W.query, W.index_query)
             out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)
             stored = (row < rows) & (column < width)[None, :]
             tl.store(out + row * width + column[None, :], unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)
             acc = zero_tile(COLUMNS)
-    from_last = programs - 1 - pid
-    for request in range(tl.where(from_last < writers, from_last, requests), requests, writers):
-        for token in range(0, step.tokens):
-            write_latent(workspace, record, step, request * step.tokens + token, W, G)
-        close_pools(workspace, record, step, request, VERIFY, TILED, W, G, BACKEND)
 
 
 @triton.jit
@@ -175,7 +221,8 @@ def mla_absorb(
         column = (task % TILES) * COLUMNS + tl.arange(0, COLUMNS)
         local = (task % TILES) * COLUMNS + folded_columns(COLUMNS)
         weight_row = head * G.latent + tl.minimum(local, G.latent - 1)
-        acc = add_chunk(zero_tile(COLUMNS), query + head * K, G.mla_heads * K, rows, matrix, weight_row, 0, K, K)
+        acc = zero_tile(COLUMNS)
+        acc = gemv.add_chunk(acc, query + head * K, G.mla_heads * K, rows, matrix, weight_row, 0, K, K)
         stored = (row < rows) & (column < G.latent)[None, :]
         place = (row * G.mla_heads + head) * G.latent + column[None, :]
         tl.store(out + place, unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)
@@ -275,7 +322,7 @@ def mla_merge(
         local = (task % TILES) * COLUMNS + folded_columns(COLUMNS)
         weight_row = head * G.v_head_dim + tl.minimum(local, G.v_head_dim - 1)
         for first in tl.range(0, G.latent, DEPTH, num_stages=T.short_stages):
-            acc = add_chunk(acc, x, G.latent, rows, matrix, weight_row, first, G.latent, DEPTH)
+            acc = gemv.add_chunk(acc, x, G.latent, rows, matrix, weight_row, first, G.latent, DEPTH)
         stored = (row < rows) & (column < G.v_head_dim)[None, :]
         place = (row * G.mla_heads + head) * G.v_head_dim + column[None, :]
         tl.store(out + place, unfold(acc, COLUMNS).to(tl.bfloat16), mask=stored)

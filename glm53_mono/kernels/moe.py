@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 from glm53_mono.geometry import MAX_ROWS
+from glm53_mono.kernels import gemv
 from glm53_mono.kernels.dense import gate_up
-from glm53_mono.kernels.gemv import add_chunk, folded_columns, pair_row, row_index, split_pairs, unfold, zero_tile
+from glm53_mono.kernels.gemv import folded_columns, pair_row, row_index, split_pairs, unfold, zero_tile
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.mhc import next_fn, stream_row, update_streams
 from glm53_mono.kernels.numerics import bf16, clamped_swiglu, sigmoid
 from glm53_mono.kernels.record import Word, device
+from glm53_mono.kernels.stored import add_chunk, chunk_depth, matrix_bytes, matrix_in, scale_bytes
 from glm53_mono.kernels.sync import program_barrier
 
 ROWS = tl.constexpr(MAX_ROWS)
@@ -27,7 +29,7 @@ SHARED_DOWN = device(Word.SHARED_DOWN)
 
 
 @triton.jit
-def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr):
     """The router's logits, a K chunk at a time, and the shared expert's gate and up.
 
     Tasks: from the last program down, (tile of experts, K chunk); from the first one on, one tile of pairs. The reader
@@ -45,20 +47,23 @@ def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.cons
         expert = (task % TILES) * COLUMNS + tl.arange(0, COLUMNS)
         first = chunk * T.router_depth
         weight_row = tl.minimum((task % TILES) * COLUMNS + folded_columns(COLUMNS), G.experts - 1)
-        acc = add_chunk(zero_tile(COLUMNS), x, G.hidden, rows, matrix, weight_row, first, G.hidden, T.router_depth)
+        acc = zero_tile(COLUMNS)
+        acc = gemv.add_chunk(acc, x, G.hidden, rows, matrix, weight_row, first, G.hidden, T.router_depth)
         place = (chunk * ROWS + row) * G.experts + expert[None, :]
         tl.store(logits + place, unfold(acc, COLUMNS), mask=(row < rows) & (expert < G.experts)[None, :])
     shared = region(workspace, W.expert_wide, tl.bfloat16)
-    shared_up = pointer(record, SHARED_UP, tl.bfloat16)
-    gate_up(x, shared_up, shared, rows, G.expert_width, T.shared_columns, T.shared_depth, G, T)
+    gate_up(x, record, SHARED_UP, shared, rows, G.expert_width, T.shared_columns, T.shared_depth, F.shared_up, G, T)
 
 
 @triton.jit
-def route(workspace, record, state_slots, tokens, rows, W: tl.constexpr, G: tl.constexpr, BACKEND: tl.constexpr):
+def route(
+    workspace, record, state_slots, tokens, rows,
+    W: tl.constexpr, G: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """The rows' experts and weights into this program's own regions; returns the count of distinct experts.
 
     `expert_list` has the distinct experts in ascending order, `down_address` their down matrices behind the shared
-    one's, `expert_weight` every row's weight of every expert.
+    one's, `down_scales` those matrices' scales, `expert_weight` every row's weight of every expert.
 
     Choice: the largest sigmoid + bias, ties to the lower index; weight: the sigmoids, normalised (MODEL_MATH 4.2).
     Padded rows choose none, and no expert is read for them.
@@ -93,28 +98,38 @@ def route(workspace, record, state_slots, tokens, rows, W: tl.constexpr, G: tl.c
     count = tl.sum(distinct, 0)
     tl.store(listed + W.distinct_count_at, count)
     addresses = private(workspace, W.down_address, W.down_address_bytes, tl.int64)
-    tl.store(addresses, tl.load(record + SHARED_DOWN))
-    DOWN_BYTES: tl.constexpr = 2 * G.hidden * G.expert_width
-    down = tl.load(record + EXPERTS_DOWN) + tl.arange(0, EXPERTS_PADDED).to(tl.int64) * DOWN_BYTES
-    tl.store(addresses + 1 + place, down, mask=distinct != 0)
+    scale_addresses = private(workspace, W.down_scales, W.down_scales_bytes, tl.int64)
+    shared, shared_scales = matrix_in(record, SHARED_DOWN)
+    tl.store(addresses, shared)
+    tl.store(scale_addresses, shared_scales)
+    BYTES: tl.constexpr = matrix_bytes(G.hidden, G.expert_width, F.down)
+    SCALE_BYTES: tl.constexpr = scale_bytes(G.hidden, G.expert_width, F.down)
+    down, scales = matrix_in(record, EXPERTS_DOWN)
+    number = tl.arange(0, EXPERTS_PADDED).to(tl.int64)
+    tl.store(addresses + 1 + place, down + number * BYTES, mask=distinct != 0)
+    tl.store(scale_addresses + 1 + place, scales + number * SCALE_BYTES, mask=distinct != 0)
     program_barrier(BACKEND)
     return count
 
 
 @triton.jit
-def experts(workspace, record, step, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr):
+def experts(
+    workspace, record, step, rows,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """Gate and up of the distinct routed experts. Task: (expert, tile of pairs)."""
-    count = route(workspace, record, step.state_slots, step.tokens, rows, W, G, BACKEND)
+    count = route(workspace, record, step.state_slots, step.tokens, rows, W, G, F, BACKEND)
     x = region(workspace, W.mixed, tl.bfloat16)
     listed = private(workspace, W.expert_list, W.expert_list_bytes, tl.int32)
     out = region(workspace, W.expert_wide, tl.bfloat16)
-    matrices = pointer(record, EXPERTS_UP, tl.bfloat16)
+    matrices, all_scales = matrix_in(record, EXPERTS_UP)
     COLUMNS: tl.constexpr = T.up_columns
-    DEPTH: tl.constexpr = T.up_depth
+    DEPTH: tl.constexpr = chunk_depth(T.up_depth, G.hidden, F.experts_up)
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     HALF: tl.constexpr = COLUMNS // 2
     TILES: tl.constexpr = (G.expert_width + HALF - 1) // HALF
-    EXPERT: tl.constexpr = 2 * G.expert_width * G.hidden
+    BYTES: tl.constexpr = matrix_bytes(2 * G.expert_width, G.hidden, F.experts_up)
+    SCALE_BYTES: tl.constexpr = scale_bytes(2 * G.expert_width, G.hidden, F.experts_up)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     row = row_index()[:, None]
@@ -124,10 +139,10 @@ def experts(workspace, record, step, rows, W: tl.constexpr, G: tl.constexpr, T: 
         tile = task % TILES
         first = (i % CHUNKS) * DEPTH
         expert = tl.load(listed + task // TILES).to(tl.int64)
-        matrix = tl.multiple_of(matrices + expert * EXPERT, 16)
-        acc = add_chunk(
-            acc, x, G.hidden, rows, matrix, pair_row(tile * HALF, COLUMNS, G.expert_width), first, G.hidden, DEPTH
-        )
+        matrix = matrices + expert * BYTES
+        scales = all_scales + expert * SCALE_BYTES
+        pairs = pair_row(tile * HALF, COLUMNS, G.expert_width)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, pairs, first, G.hidden, DEPTH, F.experts_up)
         if i % CHUNKS == CHUNKS - 1:
             gate, up = split_pairs(unfold(acc, COLUMNS), COLUMNS)
             column = tile * HALF + tl.arange(0, HALF)[None, :]
@@ -140,7 +155,7 @@ def experts(workspace, record, step, rows, W: tl.constexpr, G: tl.constexpr, T: 
 @triton.jit
 def down(
     workspace, record, rows, FUSED: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """f of a sparse layer, then hc_post. Task: one whole tile of hidden columns over all experts and the shared one.
 
@@ -151,11 +166,12 @@ def down(
     x = region(workspace, W.expert_wide, tl.bfloat16)
     listed = private(workspace, W.expert_list, W.expert_list_bytes, tl.int32)
     addresses = private(workspace, W.down_address, W.down_address_bytes, tl.int64)
+    scale_addresses = private(workspace, W.down_scales, W.down_scales_bytes, tl.int64)
     weight = private(workspace, W.expert_weight, W.expert_weight_bytes, tl.float32)
     branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
     COLUMNS: tl.constexpr = T.output_columns
-    DEPTH: tl.constexpr = T.down_depth
     WIDTH: tl.constexpr = G.expert_width
+    DEPTH: tl.constexpr = chunk_depth(T.down_depth, WIDTH, F.down)
     CHUNKS: tl.constexpr = WIDTH // DEPTH
     lane = tl.arange(0, COLUMNS)
     row = row_index()
@@ -170,9 +186,10 @@ def down(
         for i in tl.range(0, (count + 1) * CHUNKS, num_stages=T.stages):
             entry = i // CHUNKS
             first = (i % CHUNKS) * DEPTH
-            matrix = tl.multiple_of(tl.load(addresses + entry).to(tl.pointer_type(tl.bfloat16)), 16)
+            matrix = tl.load(addresses + entry)
+            scales = tl.load(scale_addresses + entry)
             own = x + entry * (ROWS * WIDTH)
-            acc = add_chunk(acc, own, WIDTH, rows, matrix, weight_row, first, WIDTH, DEPTH)
+            acc = add_chunk(acc, own, WIDTH, rows, matrix, scales, weight_row, first, WIDTH, DEPTH, F.down)
             if i % CHUNKS == CHUNKS - 1:
                 expert = tl.load(listed + tl.maximum(entry - 1, 0))
                 share = tl.load(weight + row * G.experts + expert, mask=(row < rows) & (entry > 0), other=0.0)

@@ -19,6 +19,7 @@ from glm53_mono.kernels.mla import mla_absorb, mla_attend, mla_merge, mla_projec
 from glm53_mono.kernels.moe import down, experts, router
 from glm53_mono.kernels.output import output
 from glm53_mono.kernels.record import RECORD, Kind, Word, device
+from glm53_mono.kernels.stored import BF16
 from glm53_mono.kernels.sync import ALONE, arrive, leave, next_due, now, wait
 
 WORDS_OF_RECORD = tl.constexpr(RECORD)
@@ -118,7 +119,7 @@ def monokernel(
     input_ids, cache_slots, seq_lens, request_rows, state_slots, track_slots, track_mask, scratch_rows, req_to_token,
     hidden, host_record, rows, tokens, req_to_token_stride, ring_length, first, last, deadline,
     VERIFY: tl.constexpr, TILED: tl.constexpr, FUSED: tl.constexpr, TIMED: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """Runs the phases [first, last) of the program in `records`.
 
@@ -134,7 +135,7 @@ def monokernel(
         TILED: the index keys lie in 16 x 16 tiles, as on ROCm.
         FUSED: the shared expert is one more routed summand.
         TIMED: program 0 writes when it starts each phase into `clock`; for the bench.
-        W, G, T: `Workspace`, `Geometry` and `Tiling`.
+        W, G, T, F: `Workspace`, `Geometry`, `Tiling` and `Formats`.
     """
     words = region(workspace, W.words, tl.int32)
     step = Step(
@@ -165,7 +166,7 @@ def monokernel(
             if TIMED:
                 if tl.program_id(0) == 0:
                     tl.store(region(workspace, W.clock, tl.int64) + phase, now(BACKEND))
-            run_phase(record, kind, workspace, step, hidden, rows, VERIFY, TILED, FUSED, W, G, T, BACKEND)
+            run_phase(record, kind, workspace, step, hidden, rows, VERIFY, TILED, FUSED, W, G, T, F, BACKEND)
             # nobody waits for the programs that have no row to mix
             arrivals = tl.num_programs(0)
             if kind == MIX:
@@ -185,7 +186,7 @@ def monokernel(
 def run_phase(
     record, kind, workspace, step, hidden, rows,
     VERIFY: tl.constexpr, TILED: tl.constexpr, FUSED: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """This program's tasks of one phase."""
     if kind == MIX:
@@ -195,17 +196,17 @@ def run_phase(
     elif kind == KDA_DELTA:
         kda_delta(workspace, record, step, rows, VERIFY, W, G)
     elif kind == KDA_OUTPUT:
-        output(workspace, record, rows, G.kda_width, W, G, T, BACKEND)
+        output(workspace, record, rows, G.kda_width, BF16, W, G, T, BACKEND)
     elif kind == ROUTER:
-        router(workspace, record, rows, W, G, T)
+        router(workspace, record, rows, W, G, T, F)
     elif kind == EXPERTS:
-        experts(workspace, record, step, rows, W, G, T, BACKEND)
+        experts(workspace, record, step, rows, W, G, T, F, BACKEND)
     elif kind == DOWN:
-        down(workspace, record, rows, FUSED, W, G, T, BACKEND)
+        down(workspace, record, rows, FUSED, W, G, T, F, BACKEND)
     elif kind == MLA_PROJECT:
-        mla_project(workspace, record, rows, W, G, T)
+        mla_project(workspace, record, rows, W, G, T, F)
     elif kind == MLA_QUERY:
-        mla_query(workspace, record, step, rows, VERIFY, TILED, W, G, T, BACKEND)
+        mla_query(workspace, record, step, rows, VERIFY, TILED, W, G, T, F, BACKEND)
     elif kind == MLA_ABSORB:
         mla_absorb(workspace, record, step, rows, VERIFY, TILED, W, G, T)
     elif kind == MLA_SELECT:
@@ -215,11 +216,11 @@ def run_phase(
     elif kind == MLA_MERGE:
         mla_merge(workspace, record, step, rows, VERIFY, W, G, T, BACKEND)
     elif kind == MLA_OUTPUT:
-        output(workspace, record, rows, G.mla_heads * G.v_head_dim, W, G, T, BACKEND)
+        output(workspace, record, rows, G.mla_heads * G.v_head_dim, F.attention_output, W, G, T, BACKEND)
     elif kind == DENSE_UP:
-        dense_up(workspace, record, rows, W, G, T)
+        dense_up(workspace, record, rows, W, G, T, F)
     elif kind == DENSE_DOWN:
-        dense_down(workspace, record, rows, W, G, T, BACKEND)
+        dense_down(workspace, record, rows, W, G, T, F, BACKEND)
     elif kind == EMBED:
         embed(workspace, record, step.input_ids, rows, W, G, T)
     else:

@@ -11,6 +11,9 @@ import triton.language as tl
 RECORD = 24
 """Words of a record: a multiple of 8, so that each starts on a 64-byte line."""
 
+SCALES_BEHIND = 11
+"""A matrix's scales are so many words behind the matrix, where its format has any."""
+
 
 class Kind(IntEnum):
     """What a phase does."""

@@ -16,6 +16,7 @@ from glm53_mono.program.phase import Phase
 from glm53_mono.program.step import write_records
 from glm53_mono.program.tiling import Tiling
 from glm53_mono.program.workspace import Workspace, lay_out
+from glm53_mono.weights.formats import Formats
 
 BACKENDS = {**{name: isa.backend for name, isa in ISAS.items()}, "interp": "interp"}
 """The kernel's backend by ISA; `interp` is Triton's interpreter on the CPU, a phase a launch."""
@@ -53,6 +54,7 @@ class Launch:
     host_record: Tensor
     phases: list[Phase]
     deadline_s: float
+    formats: Formats
     cooperative: bool = True
 
     @classmethod
@@ -65,6 +67,7 @@ class Launch:
         *,
         max_tokens: int,
         deadline_s: float,
+        formats: Formats,
         device: torch.device | str,
     ) -> Launch:
         """Allocates the workspace and writes the records; the only place that takes device memory.
@@ -72,6 +75,7 @@ class Launch:
         Args:
             max_tokens: longest context of a request.
             deadline_s: seconds that a wait of a launch may last.
+            formats: of the weights.
         """
         fitted = tiling.fitted(geometry)
         workspace = lay_out(geometry, fitted, len(phases), max_tokens)
@@ -87,6 +91,7 @@ class Launch:
             host_record=torch.zeros(HOST_WORDS, dtype=torch.int32, pin_memory=on_gpu),
             phases=phases,
             deadline_s=deadline_s,
+            formats=formats,
         )
 
     def bind(self, phases: list[Phase]) -> None:
@@ -130,6 +135,7 @@ class Launch:
             "W": self.workspace,
             "G": self.geometry,
             "T": self.tiling,
+            "F": self.formats,
             "BACKEND": self.variant.backend,
         }
         return positional, constants | self._options()

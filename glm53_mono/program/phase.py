@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from glm53_mono.kernels.record import Kind, Word
+from glm53_mono.kernels.record import SCALES_BEHIND, Kind, Word
 from glm53_mono.weights.descriptor import Matrix, checked_address
 from glm53_mono.weights.model import MhcWeights
 
@@ -47,6 +47,8 @@ class Phase:
         words[Word.KIND], words[Word.LAYER] = int(self.kind), self.layer
         for word, value in self.words.items():
             words[word] = _address(f"{self.kind.name} of layer {self.layer}, {word.name}", value)
+            if isinstance(value, Matrix) and value.scales is not None:
+                words[word + SCALES_BEHIND] = value.scales.data_ptr()
         return words
 
 

@@ -234,9 +234,12 @@ def _check_registered(read: Read, tree: SourceTree) -> tuple[str, str]:
     if owner is None:
         return _missing_owner(read, tree)
     target = tree.method(owner, "create_weights")
+    body = target[1] if target else ast.Module([], [])
+    called = {node.func.attr for node in ast.walk(body) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+    helpers = [found[1] for name in sorted(called) if (found := tree.method(owner, name)) is not None]
     names = [
         node.args[0].value
-        for node in ast.walk(target[1] if target else ast.Module([], []))
+        for node in (node for part in (body, *helpers) for node in ast.walk(part))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "register_parameter"

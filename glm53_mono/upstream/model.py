@@ -1,6 +1,6 @@
 """The model's weights, read where SGLang put them: every tensor's layout is checked once, none is copied.
 
-Weights are read as bf16; another format is refused by name.
+bf16 weights, and FP8 blocks in row-major order as CUDA keeps them; another format or layout is refused by name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from glm53_mono.geometry import Geometry
 from glm53_mono.upstream.tensors import UpstreamError, expect
 from glm53_mono.weights.bf16 import matrix
 from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.formats import common_formats
+from glm53_mono.weights.fp8 import matrix as fp8_matrix
 from glm53_mono.weights.model import (
     DenseWeights,
     IndexerWeights,
@@ -58,7 +60,9 @@ def model_layers(model: Any, geometry: Geometry) -> tuple[LayerWeights[Matrix], 
     layers = model.model.layers
     if len(layers) != geometry.layers:
         raise UpstreamError(f"model.layers has {len(layers)} layers, the config {geometry.layers}")
-    return tuple(_layer(layer, f"model.layers.{index}", index, geometry) for index, layer in enumerate(layers))
+    read = tuple(_layer(layer, f"model.layers.{index}", index, geometry) for index, layer in enumerate(layers))
+    common_formats(read)
+    return read
 
 
 def embedding_shard(model: Any, geometry: Geometry) -> EmbeddingShard:
@@ -185,15 +189,15 @@ def _mla(attention: Any, name: str, geometry: Geometry) -> MlaWeights[Matrix]:
     if attention.indexer is None:
         raise UpstreamError(f"{name}.indexer is None: the layer reuses another layer's selection")
     return MlaWeights(
-        query_latent=_linear(
+        query_latent=_stored_linear(
             attention.fused_qkv_a_proj_with_mqa, f"{name}.fused_qkv_a_proj_with_mqa", q_rank + latent, hidden
         ),
         query_norm=_norm(attention.q_a_layernorm, f"{name}.q_a_layernorm", q_rank),
         latent_norm=_norm(attention.kv_a_layernorm, f"{name}.kv_a_layernorm", latent),
-        query=_linear(attention.q_b_proj, f"{name}.q_b_proj", heads * key_dim, q_rank),
+        query=_stored_linear(attention.q_b_proj, f"{name}.q_b_proj", heads * key_dim, q_rank),
         key_up=_absorbed(attention.w_kc, f"{name}.w_kc", heads, key_dim, latent),
         value_up=_absorbed(attention.w_vc, f"{name}.w_vc", heads, latent, value_dim),
-        output=_linear(attention.o_proj, f"{name}.o_proj", hidden, heads * value_dim),
+        output=_stored_linear(attention.o_proj, f"{name}.o_proj", hidden, heads * value_dim),
         indexer=_indexer(attention.indexer, f"{name}.indexer", geometry),
     )
 
@@ -208,8 +212,8 @@ def _indexer(indexer: Any, name: str, geometry: Geometry) -> IndexerWeights[Matr
     heads, dim, hidden = geometry.index_heads, geometry.index_head_dim, geometry.hidden
     gate, bias = f"{name}.index_kpool_compress_gate", f"{name}.index_kpool_compress_ape"
     return IndexerWeights(
-        query=_linear(indexer.wq_b, f"{name}.wq_b", heads * dim, geometry.q_rank),
-        key=_linear(indexer.wk, f"{name}.wk", dim, hidden),
+        query=_stored_linear(indexer.wq_b, f"{name}.wq_b", heads * dim, geometry.q_rank),
+        key=_stored_linear(indexer.wk, f"{name}.wk", dim, hidden),
         key_norm_weight=_fp32(indexer.k_norm.weight, f"{name}.k_norm.weight", dim),
         key_norm_bias=_fp32(indexer.k_norm.bias, f"{name}.k_norm.bias", dim),
         head_weights=_fp32(indexer.weights_proj.weight, f"{name}.weights_proj.weight", heads, hidden),
@@ -220,8 +224,8 @@ def _indexer(indexer: Any, name: str, geometry: Geometry) -> IndexerWeights[Matr
 
 def _dense(mlp: Any, name: str, width: int, hidden: int) -> DenseWeights[Matrix]:
     return DenseWeights(
-        gate_up=_linear(mlp.gate_up_proj, f"{name}.gate_up_proj", 2 * width, hidden),
-        down=_linear(mlp.down_proj, f"{name}.down_proj", hidden, width),
+        gate_up=_stored_linear(mlp.gate_up_proj, f"{name}.gate_up_proj", 2 * width, hidden),
+        down=_stored_linear(mlp.down_proj, f"{name}.down_proj", hidden, width),
     )
 
 
@@ -232,13 +236,14 @@ def _moe(moe: Any, name: str, geometry: Geometry) -> MoeWeights[Matrix]:
         raise UpstreamError(f"{name} fuses {fused} shared experts and has shared_experts {moe.shared_experts!r}")
     rows = geometry.experts + fused
     gate_up, down = f"{name}.experts.w13_weight", f"{name}.experts.w2_weight"
+    up_scales, down_scales = _scales_of_experts(moe.experts)
     bias = f"{name}.gate.e_score_correction_bias"
     return MoeWeights(
         router=_linear(moe.gate, f"{name}.gate", geometry.experts, hidden),
         # SGLang rounds it to bf16 where AITER serves FP8 or Quark weights
         bias=_fp32(moe.gate.e_score_correction_bias, bias, geometry.experts),
-        gate_up=matrix(gate_up, _bf16(moe.experts.w13_weight, gate_up, rows, 2 * width, hidden)),
-        down=matrix(down, _bf16(moe.experts.w2_weight, down, rows, hidden, width)),
+        gate_up=_stored(moe.experts.w13_weight, up_scales, gate_up, rows, 2 * width, hidden),
+        down=_stored(moe.experts.w2_weight, down_scales, down, rows, hidden, width),
         shared=None if fused else _dense(moe.shared_experts, f"{name}.shared_experts", width, hidden),
     )
 
@@ -248,8 +253,28 @@ def _norm(norm: Any, name: str, width: int) -> torch.Tensor:
 
 
 def _linear(linear: Any, name: str, *shape: int) -> Matrix:
-    """A linear layer's matrix, in the format that the layer holds."""
+    """A linear layer's matrix that is bf16 in every checkpoint."""
     return matrix(f"{name}.weight", _bf16(linear.weight, f"{name}.weight", *shape))
+
+
+def _stored_linear(linear: Any, name: str, *shape: int) -> Matrix:
+    """A linear layer's matrix, in the format that the layer holds."""
+    scales = linear.weight_scale_inv if hasattr(linear, "weight_scale_inv") else None
+    return _stored(linear.weight, scales, f"{name}.weight", *shape)
+
+
+def _scales_of_experts(experts: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Scales of gate and up, and of down; None where the format has none."""
+    if not hasattr(experts, "w13_weight_scale_inv"):
+        return None, None
+    return experts.w13_weight_scale_inv, experts.w2_weight_scale_inv
+
+
+def _stored(tensor: torch.Tensor, scales: torch.Tensor | None, name: str, *shape: int) -> Matrix:
+    """A matrix or a stack of them in either format; scales are those that SGLang registered beside it."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return fp8_matrix(name, expect(tensor, name, shape, torch.float8_e4m3fn), scales)
+    return matrix(name, _bf16(tensor, name, *shape))
 
 
 def _bf16(tensor: torch.Tensor, name: str, *shape: int) -> torch.Tensor:

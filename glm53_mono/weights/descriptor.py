@@ -12,6 +12,8 @@ class Format(IntEnum):
     """How a matrix's values are stored; each has a file of its own in this package."""
 
     BF16 = 0
+    FP8 = 1
+    MXFP4 = 2
 
 
 class Layout(IntEnum):

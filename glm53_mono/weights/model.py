@@ -5,7 +5,7 @@ streams are M, [outputs, inputs]; norms, biases and the small fp32 parameters ar
 of one rank, named as in `Geometry`; P = kda_width = kda_heads * kda_head_dim. Dtypes are SGLang's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
@@ -157,6 +157,21 @@ class ModelWeights(StepWeights[M]):
     """[vocab, hidden] (lm_head)."""
 
 
+def matrices(weights: Any) -> Iterator[Any]:
+    """Every matrix of a record or of a whole model, each where it stands."""
+    if isinstance(weights, tuple):
+        for item in weights:
+            yield from matrices(item)
+    elif is_dataclass(weights):
+        for field in fields(weights):
+            value = getattr(weights, field.name)
+            # the annotation itself, not its text: this file does without `from __future__ import annotations`
+            if field.type is M:
+                yield value
+            else:
+                yield from matrices(value)
+
+
 def with_matrices(weights: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
     """The same record, its matrices replaced.
 
@@ -173,6 +188,5 @@ def with_matrices(weights: Any, change: Callable[[str, Any], Any], name: str = "
     changed = {}
     for field in fields(weights):
         inner, value = prefix + field.name, getattr(weights, field.name)
-        # the annotation itself, not its text: this file does without `from __future__ import annotations`
         changed[field.name] = change(inner, value) if field.type is M else with_matrices(value, change, inner)
     return type(weights)(**changed)

@@ -33,7 +33,7 @@ TENSOR_NAMES = {
     "transpose",
     "view",
 }
-TENSOR_NAMES |= {"bfloat16", "bool", "float32", "int32", "int64", "uint8"}
+TENSOR_NAMES |= {"bfloat16", "bool", "float32", "float8_e4m3fn", "int32", "int64", "uint8"}
 """What the readers use of torch."""
 
 TENSOR_NAMES |= {"arange", "contiguous", "device", "full", "max", "min", "nbytes", "sum", "to", "view"}

@@ -19,6 +19,8 @@ from glm53_mono.program.tiling import TILINGS, Tiling
 from glm53_mono.reference.state import PADDED_SLOT, Caches, StepInputs
 from glm53_mono.reference.weights import from_checkpoint, fuse_shared_expert
 from glm53_mono.weights import bf16
+from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.formats import common_formats
 from glm53_mono.weights.model import ModelWeights
 
 TINY = Scale(
@@ -61,6 +63,8 @@ class Model:
 
     geometry: Geometry
     weights: ModelWeights
+    stored: ModelWeights[Matrix] | None = None
+    """As the kernels read them, where that is not `weights` in place."""
 
 
 class DrawnTensors(Mapping[str, Tensor]):
@@ -236,7 +240,7 @@ def prepare_launch(
     """
     if backend == "cuda" and torch.version.hip:
         backend = "hip"
-    weights = bf16.described(model.weights)
+    weights = model.stored or bf16.described(model.weights)
     launch = Launch.prepare(
         model.geometry,
         tiling or TILINGS[ISAS[backend]],
@@ -250,6 +254,7 @@ def prepare_launch(
         step_phases(model.geometry, weights, pools_of(caches)),
         max_tokens=inputs.req_to_token.shape[1],
         deadline_s=5.0,
+        formats=common_formats(weights.layers),
         device=inputs.input_ids.device,
     )
     launch.poison()

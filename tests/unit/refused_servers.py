@@ -313,11 +313,17 @@ GEOMETRY_ROWS = (
 
 CAPABILITY_ROWS = (
     plain("tensor parallelism", "", "serve with --tp-size 1 instead of 4"),
-    plain("FP8 weights", "--tp 1", "does not read FP8 weights", config=(quantized,)),
+    plain(
+        "AITER FP8 layout",
+        "--tp 1 --moe-runner-backend triton",
+        "does not read FP8 weights that AITER has shuffled",
+        config=(quantized,),
+        environment={"SGLANG_USE_AITER": "1"},
+    ),
     plain(
         "MXFP4 weights",
         "--tp 1",
-        "does not read Quark MXFP4 weights",
+        "does not read Quark weights",
         declared={"quantization": "quark"},
     ),
     plain(

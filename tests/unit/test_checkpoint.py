@@ -279,7 +279,7 @@ def test_bad_input_is_one_line(occupied: Path, arguments: tuple, sentence: str) 
     assert sorted(occupied.rglob("*")) == before
 
 
-@pytest.mark.parametrize("arguments", [("--layers", "many"), ("--scale", "medium"), ("--format", "fp8"), ("--what",)])
+@pytest.mark.parametrize("arguments", [("--layers", "many"), ("--scale", "medium"), ("--format", "int4"), ("--what",)])
 def test_unknown_options_and_values_are_refused(tmp_path: Path, arguments: tuple) -> None:
     done = run(tmp_path / "out", *arguments)
     assert done.exit_code == 2

@@ -221,6 +221,7 @@ def test_a_server_is_judged(monkeypatch: pytest.MonkeyPatch, healthy: None, runs
     verdict |= {
         "steps": {"mode": "decode", "batch_sizes": [1, 2], "tokens_per_request": 1},
         "not_evaluated": ["memory"],
+        "weights": "FP8 blocks",
     }
 
     def judge(arguments: Sequence[str], isa: str | None) -> SimpleNamespace:
@@ -233,6 +234,7 @@ def test_a_server_is_judged(monkeypatch: pytest.MonkeyPatch, healthy: None, runs
     assert done.exit_code == (0 if runs else 1)
     assert ("[too] many rows" in done.output) is not runs
     assert "decode of [1, 2] requests x 1 tokens" in done.output
+    assert "The checkpoint's weights: FP8 blocks." in done.output
 
 
 def test_arguments_that_sglang_refuses(monkeypatch: pytest.MonkeyPatch, healthy: None) -> None:

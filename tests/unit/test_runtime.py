@@ -219,7 +219,7 @@ def kernel_key(tensors: StepTensors, sizes: StepSizes, **hints: Any) -> str:
     backend = make_backend(GPUTarget("cuda", 90, 32))
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     anything = torch.zeros(16, dtype=torch.uint8)
-    flags = dict.fromkeys(("VERIFY", "TILED", "FUSED", "TIMED", "W", "G", "T", "BACKEND"), 0)
+    flags = dict.fromkeys(("VERIFY", "TILED", "FUSED", "TIMED", "W", "G", "T", "F", "BACKEND"), 0)
     _, chosen, _ = binder(anything, anything, *tensors, anything, anything, *sizes, 0, 9, 5 * 10**9, **flags)
     return str(chosen)
 

@@ -96,6 +96,11 @@ def test_what_needs_the_real_machine_is_listed(published: Path, monkeypatch: pyt
     assert set(judged(published, arguments, "sm_90").not_evaluated) == everywhere | {*serving.WITHOUT_GPU}
 
 
+def test_weights_are_named_as_in_the_support_matrix() -> None:
+    named = {name: serving.weight_format(name) for name in (None, "fp8", "quark", "awq")}
+    assert named == {None: "bf16", "fp8": "FP8 blocks", "quark": "Quark MXFP4 with FP8 blocks", "awq": "awq"}
+
+
 @pytest.mark.usefixtures("everything_built")
 def test_on_rocm_only_rocm_s_defaults_count(published: Path) -> None:
     # SGLang's DSA default is triton on ROCm and fa3 on Hopper; only the second has a pooled selection.

@@ -1,0 +1,34 @@
+"""FP8 weights: e4m3 values, one fp32 scale for each block of 128 x 128.
+
+A value is exact in bf16, so the products are those of the stored values; a block's scale multiplies the fp32 sum over
+its 128 inputs. Nothing is rounded between the stored bytes and the accumulator.
+"""
+
+import triton
+import triton.language as tl
+
+from glm53_mono.geometry import FP8_BLOCK, MAX_ROWS
+from glm53_mono.kernels.gemv import load_activations
+
+ROWS = tl.constexpr(MAX_ROWS)
+BLOCK = tl.constexpr(FP8_BLOCK)
+
+
+@triton.jit
+def add_chunk(acc, x, stride, rows, matrix, scales, row, first, K: tl.constexpr, DEPTH: tl.constexpr):
+    """As `gemv.add_chunk`; matrix: e4m3 [N, K], scales: fp32 [ceil(N / 128), K / 128], both row-major.
+
+    A chunk is folded block pair by block pair: each half of a product lies in one block of K.
+    """
+    PART: tl.constexpr = min(DEPTH, 2 * BLOCK)
+    HALF: tl.constexpr = PART // 2
+    COLUMNS: tl.constexpr = row.shape[0] // 2
+    half = tl.arange(0, 2 * COLUMNS) // COLUMNS * HALF
+    for part in tl.static_range(DEPTH // PART):
+        begin = first + part * PART
+        activations = load_activations(x, stride, rows, begin, PART)
+        k = begin + tl.arange(0, HALF)[None, :]
+        weights = tl.load(matrix + (row[:, None] * K + half[:, None]) + k, eviction_policy="evict_first")
+        scale = tl.load(scales + row // BLOCK * (K // BLOCK) + (begin + half) // BLOCK)
+        acc += tl.dot(activations, weights.to(tl.bfloat16).T) * scale[None, :]
+    return acc

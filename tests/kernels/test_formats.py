@@ -1,0 +1,127 @@
+"""Quantised weights in the kernels: whole steps against the reference on the dequantised weights, and every value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm53_mono.kernels import dense, fp8, gemv, moe, mxfp4, output, stored
+from glm53_mono.weights import fp8 as fp8_weights
+from glm53_mono.weights import mxfp4 as mxfp4_weights
+from glm53_mono.weights.descriptor import Format
+from tests.kernels import rig
+from tests.kernels.compare import Comparison
+from tests.kernels.quantised import FP8_CHECKPOINT, INDEXER, QUARK_CHECKPOINT, TINY_BLOCKS, stored_as
+from tests.kernels.rig import EVERY_PHASE, ONE_KDA, Pattern, tiny_model
+from tests.kernels.seeded_bugs import edited
+
+EVERYTHING_FP8 = {**FP8_CHECKPOINT, **dict.fromkeys(INDEXER, Format.FP8)}
+DENSE_KDA = Pattern(kda_layers=(0,), layers=1, dense_layers=1)
+
+
+def comparison(seed: int, formats: Mapping[str, Format], pattern: Pattern, *, fused: bool = True) -> Comparison:
+    plain = tiny_model(pattern, seed=seed, fused=fused, experts=3, scale=TINY_BLOCKS, sinkhorn_iterations=2)
+    model = stored_as(plain, formats)
+    inputs = rig.step_inputs(model.geometry, [68, 7], tokens=1, seed=seed, max_tokens=256)
+    caches = rig.random_caches(model.geometry, requests=2, pages=rig.pages_of(inputs, model.geometry), seed=seed)
+    return Comparison.prepare(model, caches, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("formats", "fused"),
+    [(FP8_CHECKPOINT, True), (EVERYTHING_FP8, False), (QUARK_CHECKPOINT, False)],
+    ids=["FP8 fused", "FP8 with indexer", "Quark apart"],
+)
+def test_a_step_is_that_of_the_dequantised_weights(seed: int, formats: Mapping[str, Format], fused: bool) -> None:
+    comparison(seed, formats, EVERY_PHASE, fused=fused).whole_step().assert_right()
+
+
+def with_reader(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any]) -> None:
+    """Another function in the place of one format's `add_chunk`."""
+    monkeypatch.setattr(stored, name, type("wrong", (), {"add_chunk": staticmethod(wrong)}))
+
+
+SCALE_OF_BLOCK = "row // BLOCK * (K // BLOCK) + (begin + half) // BLOCK"
+TRANSPOSED = "row // BLOCK + (begin + half) // BLOCK * 2"
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "formats", "pattern"),
+    [
+        (fp8, SCALE_OF_BLOCK, TRANSPOSED, FP8_CHECKPOINT, DENSE_KDA),
+        (mxfp4, "packed.T", "((packed >> 4) | (packed << 4)).T", QUARK_CHECKPOINT, ONE_KDA),
+    ],
+    ids=["FP8 scales transposed", "nibbles swapped"],
+)
+def test_a_wrong_reader_is_found(
+    seed: int, module: Any, old: str, new: str, formats: Mapping[str, Format], pattern: Pattern,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    with_reader(monkeypatch, module.__name__.rpartition(".")[2], edited(module, old, new, tmp_path).add_chunk)
+    assert comparison(seed, formats, pattern).whole_step().failures
+
+
+@pytest.mark.parametrize("mistake", ["gate and up swapped", "clamp dropped"])
+@pytest.mark.parametrize("formats", [FP8_CHECKPOINT, QUARK_CHECKPOINT], ids=["FP8", "Quark"])
+def test_a_wrong_expert_is_found(
+    seed: int, mistake: str, formats: Mapping[str, Format], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = moe.clamped_swiglu
+    if mistake == "clamp dropped":
+        monkeypatch.setattr(moe, "clamped_swiglu", lambda gate, up, _limit: right(gate, up, 1e30))
+    else:
+        monkeypatch.setattr(moe, "clamped_swiglu", lambda gate, up, limit: right(up, gate, limit))
+    assert comparison(seed, formats, ONE_KDA).whole_step().failures
+
+
+@triton.jit
+def product(x, matrix, scales, out, K: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
+    """One tile of x [8, K] against a whole stored matrix, fp32 [8, COLUMNS]."""
+    acc = gemv.zero_tile(COLUMNS)
+    row = gemv.folded_columns(COLUMNS)
+    acc = stored.add_chunk(acc, x, K, 8, tl.load(matrix), tl.load(scales), row, 0, K, K, FORMAT)
+    tl.store(out + tl.arange(0, 8)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], gemv.unfold(acc, COLUMNS))
+
+
+def stored_columns(values: Tensor, scales: Tensor, kind: Format, columns: int) -> Tensor:
+    """The weights as the kernel sees them, fp32: each column of K against a row of activations that is 1 there."""
+    rows = values.shape[0]
+    seen = torch.empty(rows, columns)
+    addresses = [torch.tensor([part.data_ptr()]) for part in (values, scales)]
+    for first in range(0, columns, 8):
+        x = torch.zeros(8, columns, dtype=torch.bfloat16)
+        x[torch.arange(8), first + torch.arange(8)] = 1
+        out = torch.empty(8, rows)
+        product[(1,)](x, *addresses, out, columns, rows, int(kind))
+        seen[:, first : first + 8] = out.T
+    return seen
+
+
+def test_every_fp8_value_is_read_as_it_is() -> None:
+    """All finite bytes, beside a scale that is no power of two."""
+    values = torch.arange(256, dtype=torch.uint8).repeat(128, 1).view(torch.float8_e4m3fn)
+    values.view(torch.uint8)[values.float().isnan()] = 0
+    scales = torch.tensor([[0.7123, 3.1e-5]])
+    expected = fp8_weights.dequantised(values, scales)
+    assert torch.equal(stored_columns(values, scales, Format.FP8, 256), expected)
+
+
+def test_every_mxfp4_value_and_scale_is_read_as_it_is() -> None:
+    """Every byte beside every scale but 0, which is read as 0, and those above 252, beside which 6 is infinite."""
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].clamp(1, 252).repeat(1, 16)
+    pairs = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    expected = mxfp4_weights.dequantised(pairs, scales)
+    assert torch.equal(stored_columns(pairs, scales, Format.MXFP4, 512), expected)
+
+
+def test_readers_are_those_that_the_phases_call() -> None:
+    """What the mistakes above replace is what runs."""
+    assert {module.add_chunk for module in (dense, moe, output)} == {stored.add_chunk}

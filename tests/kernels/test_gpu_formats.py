@@ -1,0 +1,42 @@
+"""Quantised weights at the real widths on a GPU: parts within bounds, and a row's bits whatever the others are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from glm53_mono.weights.descriptor import Format
+from tests.kernels import full_width, rig
+from tests.kernels.batches import BATCHES, assert_same_bits, run_in_batches
+from tests.kernels.compare import compare_step
+from tests.kernels.full_width import full_step
+from tests.kernels.quantised import FP8_CHECKPOINT, QUARK_CHECKPOINT, stored_as
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [1, 255, 256, 1023, 2051, 2052, 4099, 8190]
+REAL = pytest.mark.parametrize("formats", [FP8_CHECKPOINT, QUARK_CHECKPOINT], ids=["FP8", "Quark"])
+
+
+def stored_model(formats: Mapping[str, Format], *, fused: bool) -> rig.Model:
+    model = stored_as(full_width.full_model(fused=fused), formats)
+    torch.cuda.empty_cache()
+    return model
+
+
+@REAL
+@pytest.mark.parametrize("fused", [False, True], ids=["shared expert apart", "shared expert fused"])
+def test_parts_are_within_bounds(seed: int, formats: Mapping[str, Format], fused: bool) -> None:
+    model = stored_model(formats, fused=fused)
+    compare_step(model, *full_step(model, LENGTHS, seed), backend="cuda").report.assert_right()
+
+
+@REAL
+def test_a_rows_bits_do_not_depend_on_the_others(seed: int, formats: Mapping[str, Format]) -> None:
+    model = stored_model(formats, fused=True)
+    step = full_step(model, LENGTHS, seed)
+    expected = run_in_batches(model, *step, [list(range(8))], backend="cuda")
+    for batches in BATCHES:
+        assert_same_bits(run_in_batches(model, *step, batches, backend="cuda"), expected)
