@@ -23,6 +23,7 @@ $(DEPENDENCIES): $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -r requirements/sglang-stack.txt -r requirements/dev.txt -c requirements/constraints.txt
 	$(PIP) --no-deps -r requirements/sglang.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d $(VENV)/wheels -r requirements/aiter.txt
 	touch $@
 
 $(READY): $(DEPENDENCIES) pyproject.toml

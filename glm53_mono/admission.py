@@ -74,7 +74,8 @@ def loaded_kernel(launch: Launch) -> Any:
     tensors, sizes = empty_step(Unused.on(launch.buffer.device))
     hidden = torch.empty((1, launch.geometry.hidden), dtype=torch.bfloat16, device=launch.buffer.device)
     positional, constants = launch.arguments(tensors, sizes, hidden)
-    kernel = monokernel.warmup(*positional, grid=(launch.tiling.programs,), **constants)
+    with launch.compiler():
+        kernel = monokernel.warmup(*positional, grid=(launch.tiling.programs,), **constants)
     kernel._init_handles()
     return kernel
 

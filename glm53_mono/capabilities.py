@@ -12,19 +12,13 @@ NOT_YET_BUILT: tuple[Refusal, ...] = (
         f"glm53_mono {__version__} has no reduction between ranks: serve with --tp-size 1 instead of {{found}}",
     ),
     Refusal(
-        "MXFP4 weights",
-        lambda s: s.quantization == "quark",
-        f"glm53_mono {__version__} does not read Quark weights: serve a bf16 or an FP8 checkpoint",
-    ),
-    Refusal(
-        "AITER FP8 layout",
-        lambda s: s.environment.aiter and s.quantization == "fp8",
-        f"glm53_mono {__version__} does not read FP8 weights that AITER has shuffled: serve with SGLANG_USE_AITER=0",
-    ),
-    Refusal(
-        "AITER weight layout",
-        lambda s: s.environment.aiter and s.arguments.moe_runner_backend in ("auto", "aiter"),
-        f"glm53_mono {__version__} does not read expert weights that AITER has shuffled: set "
+        "AITER bf16 layout",
+        lambda s: (
+            s.environment.aiter
+            and s.quantization in (None, "unquant")
+            and s.arguments.moe_runner_backend in ("auto", "aiter")
+        ),
+        f"glm53_mono {__version__} does not read bf16 expert weights that AITER has shuffled: set "
         "--moe-runner-backend triton",
     ),
     Refusal(

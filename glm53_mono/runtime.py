@@ -37,6 +37,7 @@ from glm53_mono.upstream.parts import Parts
 from glm53_mono.upstream.running import ServedStep, index_keys_are_tiled, longest_context, metrics_are_on, served_step
 from glm53_mono.upstream.step import Backends, attention_backends, has_embeds, step_inputs
 from glm53_mono.upstream.tensors import UpstreamError
+from glm53_mono.weights.copies import Copies, total_bytes
 from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.formats import common_formats
 from glm53_mono.weights.model import StepWeights
@@ -52,7 +53,8 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     Args:
         model: SGLang's loaded `Glm5NextForConditionalGeneration`, its own forward still in place.
         hf_config: its HF config.
-        context: the device's ISA, the widths that SGLang will route, and the deadline of a wait.
+        context: the device's ISA, the widths that SGLang will route, and the deadline of a wait; gets the copies of
+            weights that were needed.
 
     Raises:
         UpstreamError, WeightError: a weight that the kernels cannot read.
@@ -62,9 +64,17 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     settings = Settings.asked(os.environ)
     rank, ranks = upstream.tensor_parallel_rank()
     geometry = Geometry.from_config(hf_config, ranks)
-    weights = upstream.step_weights(model, geometry)
+    copies: Copies = {}
+    weights = upstream.step_weights(model, geometry, copies)
+    context.copies.update(copies)
     formats = common_formats(weights.layers)
-    logger.info("glm53_mono: weights are %s, read where they are", formats.described())
+    logger.info(
+        "glm53_mono: weights are %s, read where they are but for %d copies of %d bytes (%s)",
+        formats.described(),
+        len(copies),
+        total_bytes(copies),
+        ", ".join(sorted({what for what, _ in copies})) or "none",
+    )
     step = served_step()
     launch = Launch.prepare(
         geometry,

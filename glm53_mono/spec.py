@@ -62,7 +62,9 @@ def model_disable_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) 
     _, ranks = tensor_parallel_rank()
     geometry = Geometry.from_config(hf_config, ranks)
     found = []
-    for read in (embedding_shard, model_layers, final_norm):
+    # what cannot be read in place is copied to be looked at, and for good by `build` alone
+    reads = (embedding_shard, lambda *arguments: model_layers(*arguments, {}), final_norm)
+    for read in reads:
         try:
             read(model, geometry)
         except (UpstreamError, WeightError) as error:

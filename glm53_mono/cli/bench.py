@@ -325,7 +325,7 @@ def _measure(
         drafts_ms=options.drafts_ms,
     )
     geometry = Geometry.from_config(runner.hf_config, 1)
-    weights = step_weights(runner.model, geometry)
+    weights = step_weights(runner.model, geometry, {})
     generator = torch.Generator(weights.norm.device).manual_seed(options.seed)
     fill_caches(runner, MONOKERNEL if server.monokernel else SGLANG, geometry, generator)
     shapes = shapes_of(options, runner.captured_requests, server.monokernel, step.tokens_per_request)

@@ -22,6 +22,7 @@ from glm53_mono.kernels.record import Kind
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.weights.descriptor import Matrix
+from glm53_mono.weights.formats import Formats
 from glm53_mono.weights.model import StepWeights, with_matrices
 
 PHASE_US = 6.7
@@ -123,7 +124,7 @@ def predict(
     geometry = Geometry.from_config(SimpleNamespace(**config["text_config"]), tp_size)
     # shapes of as many experts as a row chooses stand for all: a tensor for each of 288 in 42 layers takes seconds
     few = config | {"text_config": config["text_config"] | {"n_routed_experts": geometry.experts_per_token}}
-    whole = shape_weights(few, shared_fused=False)
+    whole = shape_weights(few, shared_fused=False, formats=Formats())
     kinds = [phase.kind for phase in step_phases(geometry, whole, Pools.missing(geometry))]
     rank = _of_rank(whole, geometry, weights)
     return [_step(device, geometry, rank, kinds, count, context) for count in rows for context in contexts]

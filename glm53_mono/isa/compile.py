@@ -26,7 +26,11 @@ from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.program.workspace import HEADROOM_PAGES
-from glm53_mono.weights.formats import common_formats
+from glm53_mono.weights.formats import Formats, common_formats
+from glm53_mono.weights.published import FP8_CHECKPOINT, QUARK_CHECKPOINT, held_by_aiter
+
+CHECKPOINTS: Mapping[str, Formats] = {"bf16": Formats(), "fp8": FP8_CHECKPOINT, "mxfp4": QUARK_CHECKPOINT}
+"""How the matrices of a variant's weights are stored in row-major order."""
 
 DEADLINE_S = 30.0
 """Any; the kernel reads it at run time."""
@@ -73,7 +77,8 @@ def compile_variant(variant: KernelVariant) -> Compiled:
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     started = time.monotonic()
-    kernel = triton.compile(source, target=target(variant.isa), options=options)
+    with launch.compiler():
+        kernel = triton.compile(source, target=target(variant.isa), options=options)
     return Compiled(
         asm=kernel.asm,
         files=kernel.metadata_group,
@@ -98,13 +103,16 @@ def published_launch(variant: KernelVariant) -> Launch:
     Raises:
         CompileError: see `compile_variant`.
     """
-    if variant.weights != "bf16":
+    if variant.weights not in CHECKPOINTS:
         raise CompileError(f"there are no {variant.weights} weights to compile {variant.name} for")
     config = model_config(mtp=False)
     text = SimpleNamespace(**config["text_config"])
     geometry = Geometry.from_config(text, variant.tp_size)
     few = model_config(experts=text.num_experts_per_tok, mtp=False)
-    weights = shape_weights(few, shared_fused=variant.shared_fused)
+    formats = CHECKPOINTS[variant.weights]
+    if variant.isa == "gfx950":
+        formats = held_by_aiter(formats, geometry, shared_fused=variant.shared_fused)
+    weights = shape_weights(few, shared_fused=variant.shared_fused, formats=formats)
     return Launch.prepare(
         geometry,
         TILINGS[variant.isa],

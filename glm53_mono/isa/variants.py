@@ -12,8 +12,8 @@ from glm53_mono.refusals import reasons
 from glm53_mono.upstream.server import Arguments, Environment, Server
 
 VERIFY_ALGORITHM = "EAGLE"
-FORMATS = {"bf16": None, "fp8": "fp8", "mxfp4": "quark"}
-"""Weight formats, and SGLang's `quantization` of a server that has them."""
+FORMATS = {"gfx950": {"bf16": None, "fp8": "fp8", "mxfp4": "quark"}, "sm_90": {"bf16": None, "fp8": "fp8"}}
+"""Weight formats of servers on that ISA, and SGLang's `quantization` of each: it has MXFP4 experts on ROCm alone."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class KernelVariant:
     verify: bool
     tp_size: int
     weights: str
-    """a key of FORMATS"""
+    """a key of FORMATS[isa]"""
     shared_fused: bool
 
     @property
@@ -42,7 +42,7 @@ def variants(isa: str) -> list[KernelVariant]:
     return [
         KernelVariant(isa, verify, tp_size, weights, fused)
         for tp_size, (weights, quantization), verify, fused in product(
-            TP_SIZES, FORMATS.items(), (False, True), (False, True)
+            TP_SIZES, FORMATS[isa].items(), (False, True), (False, True)
         )
         if _is_built(
             tp_size=tp_size,

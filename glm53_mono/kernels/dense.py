@@ -22,13 +22,13 @@ DENSE = device(Word.DENSE)
 @triton.jit
 def gate_up(
     x, record, WORD: tl.constexpr, out, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
-    FORMAT: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+    STORAGE: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """out = clamped SwiGLU of x W^T, bf16 [rows, WIDTH]; W [2 WIDTH, hidden] in word WORD, gates first.
 
     Task: one tile of gate and up pairs.
     """
-    DEPTH: tl.constexpr = chunk_depth(WIDE, G.hidden, FORMAT)
+    DEPTH: tl.constexpr = chunk_depth(WIDE, G.hidden, STORAGE)
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     HALF: tl.constexpr = COLUMNS // 2
     TILES: tl.constexpr = (WIDTH + HALF - 1) // HALF
@@ -41,7 +41,7 @@ def gate_up(
         tile = pid + (i // CHUNKS) * programs
         first = (i % CHUNKS) * DEPTH
         pairs = pair_row(tile * HALF, COLUMNS, WIDTH)
-        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, pairs, first, G.hidden, DEPTH, FORMAT)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, pairs, first, G.hidden, DEPTH, STORAGE)
         if i % CHUNKS == CHUNKS - 1:
             gate, up = split_pairs(unfold(acc, COLUMNS), COLUMNS)
             column = tile * HALF + tl.arange(0, HALF)[None, :]

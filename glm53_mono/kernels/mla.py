@@ -8,7 +8,7 @@ from glm53_mono.kernels.gemv import folded_columns, row_index, unfold, zero_tile
 from glm53_mono.kernels.indexer import close_pools, row_length, score_pages
 from glm53_mono.kernels.memory import pointer, private, region
 from glm53_mono.kernels.record import Word, device
-from glm53_mono.kernels.stored import BF16, add_chunk, chunk_depth, matrix_in
+from glm53_mono.kernels.stored import add_chunk, chunk_depth, matrix_in
 from glm53_mono.kernels.sync import program_barrier
 
 LATENTS = device(Word.LATENTS)
@@ -40,12 +40,12 @@ def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl
     x = region(workspace, W.mixed, tl.bfloat16)
     for head in range(programs - 1 - pid, G.index_heads, programs):
         project_head_weight(workspace, record, x, head, rows, W, G)
-    if (F.latents == BF16) & (F.index_key == BF16):
-        project_tiles(workspace, record, x, rows, 0, TILES, BF16, W, G, T)
+    if (F.latents == F.plain) & (F.index_key == F.plain):
+        project_tiles(workspace, record, x, rows, 0, TILES, F.plain, W, G, T)
     else:
         project_tiles(workspace, record, x, rows, 0, LATENT_TILES, F.latents, W, G, T)
         project_tiles(workspace, record, x, rows, LATENT_TILES, GATE, F.index_key, W, G, T)
-        project_tiles(workspace, record, x, rows, GATE, TILES, BF16, W, G, T)
+        project_tiles(workspace, record, x, rows, GATE, TILES, F.plain, W, G, T)
 
 
 @triton.jit
@@ -59,12 +59,12 @@ def own_tile(FIRST: tl.constexpr, programs):
 
 @triton.jit
 def project_tiles(
-    workspace, record, x, rows, FIRST: tl.constexpr, END: tl.constexpr, FORMAT: tl.constexpr,
+    workspace, record, x, rows, FIRST: tl.constexpr, END: tl.constexpr, STORAGE: tl.constexpr,
     W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The tiles [FIRST, END) of `mla_project`: first those of the latents, then the index key's and its gate's."""
     COLUMNS: tl.constexpr = T.latent_columns
-    DEPTH: tl.constexpr = chunk_depth(T.latent_depth, G.hidden, FORMAT)
+    DEPTH: tl.constexpr = chunk_depth(T.latent_depth, G.hidden, STORAGE)
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     LATENT_WIDTH: tl.constexpr = G.q_rank + G.latent
     LATENT_TILES: tl.constexpr = (LATENT_WIDTH + COLUMNS - 1) // COLUMNS
@@ -84,7 +84,7 @@ def project_tiles(
         matrix, scales = matrix_in(record, word)
         column = local * COLUMNS + tl.arange(0, COLUMNS)
         weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
-        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, weight_row, first, G.hidden, DEPTH, FORMAT)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, weight_row, first, G.hidden, DEPTH, STORAGE)
         if i % CHUNKS == CHUNKS - 1:
             offset = tl.where(is_latent, W.latents, tl.where(is_key, W.index_key, W.index_gate))
             out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)
@@ -138,12 +138,12 @@ def mla_query(
 
 @triton.jit
 def query_tiles(
-    workspace, record, rows, workers, FIRST: tl.constexpr, END: tl.constexpr, FORMAT: tl.constexpr,
+    workspace, record, rows, workers, FIRST: tl.constexpr, END: tl.constexpr, STORAGE: tl.constexpr,
     W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The tiles [FIRST, END) of `mla_query`, dealt to the first `workers` programs: the attention's, then the index's."""
     COLUMNS: tl.constexpr = T.query_columns
-    DEPTH: tl.constexpr = chunk_depth(T.query_depth, G.q_rank, FORMAT)
+    DEPTH: tl.constexpr = chunk_depth(T.query_depth, G.q_rank, STORAGE)
     CHUNKS: tl.constexpr = G.q_rank // DEPTH
     QUERY_WIDTH: tl.constexpr = G.mla_heads * G.qk_head_dim
     INDEX_WIDTH: tl.constexpr = G.index_heads * G.index_head_dim
@@ -162,7 +162,7 @@ def query_tiles(
         matrix, scales = matrix_in(record, tl.where(is_query, QUERY, INDEX_QUERY))
         column = local * COLUMNS + tl.arange(0, COLUMNS)
         weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
-        acc = add_chunk(acc, x, G.q_rank, rows, matrix, scales, weight_row, first, G.q_rank, DEPTH, FORMAT)
+        acc = add_chunk(acc, x, G.q_rank, rows, matrix, scales, weight_row, first, G.q_rank, DEPTH, STORAGE)
         if i % CHUNKS == CHUNKS - 1:
             offset = tl.where(is_query, W.query, W.index_query)
             out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)

@@ -19,7 +19,6 @@ from glm53_mono.kernels.mla import mla_absorb, mla_attend, mla_merge, mla_projec
 from glm53_mono.kernels.moe import down, experts, router
 from glm53_mono.kernels.output import output
 from glm53_mono.kernels.record import RECORD, Kind, Word, device
-from glm53_mono.kernels.stored import BF16
 from glm53_mono.kernels.sync import ALONE, arrive, leave, next_due, now, wait
 
 WORDS_OF_RECORD = tl.constexpr(RECORD)
@@ -196,7 +195,7 @@ def run_phase(
     elif kind == KDA_DELTA:
         kda_delta(workspace, record, step, rows, VERIFY, W, G)
     elif kind == KDA_OUTPUT:
-        output(workspace, record, rows, G.kda_width, BF16, W, G, T, BACKEND)
+        output(workspace, record, rows, G.kda_width, F.plain, W, G, T, BACKEND)
     elif kind == ROUTER:
         router(workspace, record, rows, W, G, T, F)
     elif kind == EXPERTS:

@@ -14,22 +14,22 @@ OUTPUT = device(Word.OUTPUT)
 
 @triton.jit
 def output(
-    workspace, record, rows, K: tl.constexpr, FORMAT: tl.constexpr,
+    workspace, record, rows, K: tl.constexpr, STORAGE: tl.constexpr,
     W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """a = attended W_o^T, then hc_post. Task: one whole tile of hidden columns."""
     x = region(workspace, W.attended, tl.bfloat16)
-    write_branch(workspace, record, OUTPUT, x, rows, K, T.output_depth, FORMAT, W, G, T, BACKEND)
+    write_branch(workspace, record, OUTPUT, x, rows, K, T.output_depth, STORAGE, W, G, T, BACKEND)
 
 
 @triton.jit
 def write_branch(
-    workspace, record, WORD: tl.constexpr, x, rows, K: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
+    workspace, record, WORD: tl.constexpr, x, rows, K: tl.constexpr, WIDE: tl.constexpr, STORAGE: tl.constexpr,
     W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """x W^T, a branch's output, into the streams; x bf16 [rows, K], W [hidden, K] in word WORD."""
     COLUMNS: tl.constexpr = T.output_columns
-    DEPTH: tl.constexpr = chunk_depth(WIDE, K, FORMAT)
+    DEPTH: tl.constexpr = chunk_depth(WIDE, K, STORAGE)
     matrix, scales = matrix_in(record, WORD)
     branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
     lane = tl.arange(0, COLUMNS)
@@ -39,6 +39,6 @@ def write_branch(
         weight_row = tl.minimum(tile * COLUMNS + folded_columns(COLUMNS), G.hidden - 1)
         acc = zero_tile(COLUMNS)
         for i in tl.range(0, K // DEPTH, num_stages=T.stages):
-            acc = add_chunk(acc, x, K, rows, matrix, scales, weight_row, i * DEPTH, K, DEPTH, FORMAT)
+            acc = add_chunk(acc, x, K, rows, matrix, scales, weight_row, i * DEPTH, K, DEPTH, STORAGE)
         tl.store(branch + row_index()[:, None] * COLUMNS + lane[None, :], unfold(acc, COLUMNS).to(tl.bfloat16))
         update_streams(workspace, tile, rows, fn, streams, post, comb, COLUMNS, W, G, BACKEND)

@@ -13,7 +13,6 @@ from glm53_mono.weights.descriptor import Format
 
 BF16 = device(Format.BF16)
 FP8 = device(Format.FP8)
-MXFP4 = device(Format.MXFP4)
 BITS = {Format.BF16: 16, Format.FP8: 8, Format.MXFP4: 4}
 """Of one value."""
 SCALES = tl.constexpr(SCALES_BEHIND)
@@ -24,21 +23,21 @@ NARROW_DEPTH = 512
 @triton.constexpr_function
 def chunk_depth(depth, columns, stored_as):
     """The K chunk of a matrix with so many columns, `depth` of bf16."""
-    return math.gcd(depth if stored_as == Format.BF16 else NARROW_DEPTH, columns)
+    return math.gcd(depth if stored_as.format == Format.BF16 else NARROW_DEPTH, columns)
 
 
 @triton.constexpr_function
 def matrix_bytes(rows, columns, stored_as):
     """Bytes of one matrix of a stack, without its scales."""
-    return rows * columns * BITS[stored_as] // 8
+    return rows * columns * BITS[stored_as.format] // 8
 
 
 @triton.constexpr_function
 def scale_bytes(rows, columns, stored_as):
     """Bytes of the scales of one matrix of a stack."""
-    if stored_as == Format.FP8:
+    if stored_as.format == Format.FP8:
         return 4 * (rows // FP8_BLOCK) * (columns // FP8_BLOCK)
-    return rows * (columns // MXFP4_BLOCK) if stored_as == Format.MXFP4 else 0
+    return rows * (columns // MXFP4_BLOCK) if stored_as.format == Format.MXFP4 else 0
 
 
 @triton.jit
@@ -49,16 +48,16 @@ def matrix_in(record, word):
 
 @triton.jit
 def add_chunk(
-    acc, x, stride, rows, matrix, scales, row, first, K: tl.constexpr, DEPTH: tl.constexpr, FORMAT: tl.constexpr
+    acc, x, stride, rows, matrix, scales, row, first, K: tl.constexpr, DEPTH: tl.constexpr, STORAGE: tl.constexpr
 ):
-    """As `gemv.add_chunk`; matrix, scales: addresses, as of `matrix_in`."""
-    if FORMAT == BF16:
+    """As `gemv.add_chunk`; matrix, scales: addresses, as of `matrix_in`. STORAGE: a `Storage`."""
+    if STORAGE.format == BF16:
         return gemv.add_chunk(acc, x, stride, rows, address_of(matrix, tl.bfloat16), row, first, K, DEPTH)
-    elif FORMAT == FP8:
+    elif STORAGE.format == FP8:
         values = address_of(matrix, tl.float8e4nv)
         # an expert's scales may begin at any multiple of four bytes
         block_scales = scales.to(tl.pointer_type(tl.float32))
-        return fp8.add_chunk(acc, x, stride, rows, values, block_scales, row, first, K, DEPTH)
+        return fp8.add_chunk(acc, x, stride, rows, values, block_scales, row, first, K, DEPTH, STORAGE.layout)
     else:
-        packed = address_of(matrix, tl.uint8)
-        return mxfp4.add_chunk(acc, x, stride, rows, packed, address_of(scales, tl.uint8), row, first, K, DEPTH)
+        packed, block_scales = address_of(matrix, tl.uint8), address_of(scales, tl.uint8)
+        return mxfp4.add_chunk(acc, x, stride, rows, packed, block_scales, row, first, K, DEPTH, STORAGE.layout)

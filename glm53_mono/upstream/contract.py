@@ -31,6 +31,7 @@ class Kind(enum.Enum):
     ASSIGNED = "attribute assigned on self"
     REGISTERED = "parameter registered by create_weights"
     CALL = "call"
+    MARKED = "attribute set on what a function is handed"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Read:
 
     Attributes:
         module: the module that defines the owner, or the name itself where `owner` is None.
-        owner: dotted class name inside the module; for `Kind.CALL` the function (or `Class.method`) that contains it.
+        owner: dotted class name inside the module; for `Kind.CALL` and `Kind.MARKED` the function (or `Class.method`)
+            that contains it.
         attribute: the name read; for `Kind.CALL` the source of the callee.
         kind: what the name must be.
         purpose: what it is read for.
@@ -49,7 +51,7 @@ class Read:
         closed: no parameter beyond `signature` may exist, since we implement the function; otherwise others may, if
             they have defaults.
         value: of a constant or field (a literal); of an alias ("module.Class"); of an assigned attribute the names of
-            the classes that may be constructed for it; of a call its whole source.
+            the classes that may be constructed for it; of a call or a mark its whole source.
     """
 
     module: str
@@ -252,16 +254,38 @@ def _check_registered(read: Read, tree: SourceTree) -> tuple[str, str]:
     return expected, f"parameters {sorted(set(names))}"
 
 
-def _check_call(read: Read, tree: SourceTree) -> tuple[str, str]:
-    owner, _, function_name = (read.owner or "").rpartition(".")
-    module = tree.module(read.module)
-    if module is None:
-        return _missing_owner(read, tree)
+def _function_of(read: Read, tree: SourceTree) -> ast.AST | None:
+    """The function, or `Class.method`, that a read names as its owner."""
+    owner, _, name = (read.owner or "").rpartition(".")
     if owner:
         cls = tree.find_class(read.module, owner)
-        function = None if cls is None else cls.function(function_name)
-    else:
-        function = module.function(function_name)
+        return None if cls is None else cls.function(name)
+    module = tree.module(read.module)
+    return None if module is None else module.function(name)
+
+
+def _check_marked(read: Read, tree: SourceTree) -> tuple[str, str]:
+    if tree.module(read.module) is None:
+        return _missing_owner(read, tree)
+    function = _function_of(read, tree)
+    if function is None:
+        return f"function {read.owner} in {read.module}", "no such function"
+    marks = [
+        ast.unparse(node)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Attribute) and target.attr == read.attribute for target in node.targets)
+    ]
+    expected = ast.unparse(ast.parse(read.value))
+    if expected in marks:
+        return HOLDS
+    return f"{read.owner} to set {expected}", " and ".join(marks) or f"{read.attribute} set nowhere in it"
+
+
+def _check_call(read: Read, tree: SourceTree) -> tuple[str, str]:
+    if tree.module(read.module) is None:
+        return _missing_owner(read, tree)
+    function = _function_of(read, tree)
     if function is None:
         return f"function {read.owner} in {read.module}", "no such function"
     calls = [
@@ -287,6 +311,7 @@ _CHECKS = {
     Kind.ASSIGNED: _check_assigned,
     Kind.REGISTERED: _check_registered,
     Kind.CALL: _check_call,
+    Kind.MARKED: _check_marked,
 }
 
 

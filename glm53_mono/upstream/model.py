@@ -1,6 +1,7 @@
-"""The model's weights, read where SGLang put them: every tensor's layout is checked once, none is copied.
+"""The model's weights, read where SGLang put them: every tensor's layout is checked once.
 
-bf16 weights, and FP8 blocks in row-major order as CUDA keeps them; another format or layout is refused by name.
+bf16, FP8 blocks and MXFP4, row-major or as AITER lays them out (`stored`); another format or layout is refused by name.
+What little cannot be read in place is copied (`weights.copies`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 
 from glm53_mono.geometry import Geometry
+from glm53_mono.upstream.stored import expert_matrices, linear_matrix
 from glm53_mono.upstream.tensors import UpstreamError, expect
 from glm53_mono.weights.bf16 import matrix
+from glm53_mono.weights.copies import Copies, readable
 from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.formats import common_formats
-from glm53_mono.weights.fp8 import matrix as fp8_matrix
 from glm53_mono.weights.model import (
     DenseWeights,
     IndexerWeights,
@@ -37,12 +39,13 @@ class EmbeddingShard:
     end_token: int
 
 
-def step_weights(model: Any, geometry: Geometry) -> StepWeights[Matrix]:
+def step_weights(model: Any, geometry: Geometry, copies: Copies) -> StepWeights[Matrix]:
     """Describes every weight of a step.
 
     Args:
         model: SGLang's loaded `Glm5NextForConditionalGeneration`.
         geometry: of this rank.
+        copies: gets what cannot be read in place.
 
     Raises:
         UpstreamError: SGLang holds a weight of another shape, dtype or stride, or another number or kind of layers.
@@ -50,17 +53,18 @@ def step_weights(model: Any, geometry: Geometry) -> StepWeights[Matrix]:
     """
     return StepWeights(
         embedding=embedding_shard(model, geometry).weight,
-        layers=model_layers(model, geometry),
+        layers=model_layers(model, geometry, copies),
         norm=final_norm(model, geometry),
     )
 
 
-def model_layers(model: Any, geometry: Geometry) -> tuple[LayerWeights[Matrix], ...]:
+def model_layers(model: Any, geometry: Geometry, copies: Copies) -> tuple[LayerWeights[Matrix], ...]:
     """The weights of every decoder layer; arguments and errors as of `step_weights`."""
     layers = model.model.layers
     if len(layers) != geometry.layers:
         raise UpstreamError(f"model.layers has {len(layers)} layers, the config {geometry.layers}")
     read = tuple(_layer(layer, f"model.layers.{index}", index, geometry) for index, layer in enumerate(layers))
+    read = readable(read, copies)
     common_formats(read)
     return read
 
@@ -189,15 +193,15 @@ def _mla(attention: Any, name: str, geometry: Geometry) -> MlaWeights[Matrix]:
     if attention.indexer is None:
         raise UpstreamError(f"{name}.indexer is None: the layer reuses another layer's selection")
     return MlaWeights(
-        query_latent=_stored_linear(
+        query_latent=linear_matrix(
             attention.fused_qkv_a_proj_with_mqa, f"{name}.fused_qkv_a_proj_with_mqa", q_rank + latent, hidden
         ),
         query_norm=_norm(attention.q_a_layernorm, f"{name}.q_a_layernorm", q_rank),
         latent_norm=_norm(attention.kv_a_layernorm, f"{name}.kv_a_layernorm", latent),
-        query=_stored_linear(attention.q_b_proj, f"{name}.q_b_proj", heads * key_dim, q_rank),
+        query=linear_matrix(attention.q_b_proj, f"{name}.q_b_proj", heads * key_dim, q_rank),
         key_up=_absorbed(attention.w_kc, f"{name}.w_kc", heads, key_dim, latent),
         value_up=_absorbed(attention.w_vc, f"{name}.w_vc", heads, latent, value_dim),
-        output=_stored_linear(attention.o_proj, f"{name}.o_proj", hidden, heads * value_dim),
+        output=linear_matrix(attention.o_proj, f"{name}.o_proj", hidden, heads * value_dim),
         indexer=_indexer(attention.indexer, f"{name}.indexer", geometry),
     )
 
@@ -212,8 +216,8 @@ def _indexer(indexer: Any, name: str, geometry: Geometry) -> IndexerWeights[Matr
     heads, dim, hidden = geometry.index_heads, geometry.index_head_dim, geometry.hidden
     gate, bias = f"{name}.index_kpool_compress_gate", f"{name}.index_kpool_compress_ape"
     return IndexerWeights(
-        query=_stored_linear(indexer.wq_b, f"{name}.wq_b", heads * dim, geometry.q_rank),
-        key=_stored_linear(indexer.wk, f"{name}.wk", dim, hidden),
+        query=linear_matrix(indexer.wq_b, f"{name}.wq_b", heads * dim, geometry.q_rank),
+        key=linear_matrix(indexer.wk, f"{name}.wk", dim, hidden),
         key_norm_weight=_fp32(indexer.k_norm.weight, f"{name}.k_norm.weight", dim),
         key_norm_bias=_fp32(indexer.k_norm.bias, f"{name}.k_norm.bias", dim),
         head_weights=_fp32(indexer.weights_proj.weight, f"{name}.weights_proj.weight", heads, hidden),
@@ -224,8 +228,8 @@ def _indexer(indexer: Any, name: str, geometry: Geometry) -> IndexerWeights[Matr
 
 def _dense(mlp: Any, name: str, width: int, hidden: int) -> DenseWeights[Matrix]:
     return DenseWeights(
-        gate_up=_stored_linear(mlp.gate_up_proj, f"{name}.gate_up_proj", 2 * width, hidden),
-        down=_stored_linear(mlp.down_proj, f"{name}.down_proj", hidden, width),
+        gate_up=linear_matrix(mlp.gate_up_proj, f"{name}.gate_up_proj", 2 * width, hidden),
+        down=linear_matrix(mlp.down_proj, f"{name}.down_proj", hidden, width),
     )
 
 
@@ -235,15 +239,14 @@ def _moe(moe: Any, name: str, geometry: Geometry) -> MoeWeights[Matrix]:
     if fused not in (0, 1) or (fused == 0) != (moe.shared_experts is not None):
         raise UpstreamError(f"{name} fuses {fused} shared experts and has shared_experts {moe.shared_experts!r}")
     rows = geometry.experts + fused
-    gate_up, down = f"{name}.experts.w13_weight", f"{name}.experts.w2_weight"
-    up_scales, down_scales = _scales_of_experts(moe.experts)
+    up_shape, down_shape = (rows, 2 * width, hidden), (rows, hidden, width)
+    gate_up, down = expert_matrices(moe.experts, f"{name}.experts", up_shape, down_shape)
     bias = f"{name}.gate.e_score_correction_bias"
     return MoeWeights(
         router=_linear(moe.gate, f"{name}.gate", geometry.experts, hidden),
-        # SGLang rounds it to bf16 where AITER serves FP8 or Quark weights
-        bias=_fp32(moe.gate.e_score_correction_bias, bias, geometry.experts),
-        gate_up=_stored(moe.experts.w13_weight, up_scales, gate_up, rows, 2 * width, hidden),
-        down=_stored(moe.experts.w2_weight, down_scales, down, rows, hidden, width),
+        bias=expect(moe.gate.e_score_correction_bias, bias, (geometry.experts,), torch.float32, torch.bfloat16),
+        gate_up=gate_up,
+        down=down,
         shared=None if fused else _dense(moe.shared_experts, f"{name}.shared_experts", width, hidden),
     )
 
@@ -255,26 +258,6 @@ def _norm(norm: Any, name: str, width: int) -> torch.Tensor:
 def _linear(linear: Any, name: str, *shape: int) -> Matrix:
     """A linear layer's matrix that is bf16 in every checkpoint."""
     return matrix(f"{name}.weight", _bf16(linear.weight, f"{name}.weight", *shape))
-
-
-def _stored_linear(linear: Any, name: str, *shape: int) -> Matrix:
-    """A linear layer's matrix, in the format that the layer holds."""
-    scales = linear.weight_scale_inv if hasattr(linear, "weight_scale_inv") else None
-    return _stored(linear.weight, scales, f"{name}.weight", *shape)
-
-
-def _scales_of_experts(experts: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Scales of gate and up, and of down; None where the format has none."""
-    if not hasattr(experts, "w13_weight_scale_inv"):
-        return None, None
-    return experts.w13_weight_scale_inv, experts.w2_weight_scale_inv
-
-
-def _stored(tensor: torch.Tensor, scales: torch.Tensor | None, name: str, *shape: int) -> Matrix:
-    """A matrix or a stack of them in either format; scales are those that SGLang registered beside it."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        return fp8_matrix(name, expect(tensor, name, shape, torch.float8_e4m3fn), scales)
-    return matrix(name, _bf16(tensor, name, *shape))
 
 
 def _bf16(tensor: torch.Tensor, name: str, *shape: int) -> torch.Tensor:

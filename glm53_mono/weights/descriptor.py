@@ -22,6 +22,20 @@ class Layout(IntEnum):
     LINEAR = 0
     """Row by row, without gaps."""
 
+    SHUFFLED = 1
+    """AITER's on ROCm: see `shuffled`; the scales of MXFP4 in an order of their own with it."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """All that the code of a loop over a matrix depends on."""
+
+    format: Format = Format.BF16
+    layout: Layout = Layout.LINEAR
+
+    def __str__(self) -> str:
+        return self.format.name if self.layout == Layout.LINEAR else f"{self.layout.name.lower()} {self.format.name}"
+
 
 class WeightError(ValueError):
     """A weight that the step cannot read; the message names the tensor, what it is and what it must be."""
@@ -40,6 +54,11 @@ class Matrix:
     layout: Layout = Layout.LINEAR
     scales: Tensor | None = None
     """None where the format has none."""
+
+    @property
+    def storage(self) -> Storage:
+        """Format and layout."""
+        return Storage(self.format, self.layout)
 
     @property
     def address(self) -> int:

@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 from glm53_mono.geometry import FP8_BLOCK
-from glm53_mono.weights.descriptor import Format, Matrix, WeightError, checked_address
+from glm53_mono.weights import shuffled
+from glm53_mono.weights.descriptor import Format, Layout, Matrix, WeightError, checked_address
 
 E4M3_MAX = 448.0
 """Largest finite value."""
 
 
-def matrix(name: str, tensor: Tensor, scales: Tensor | None) -> Matrix:
-    """Describes a matrix [rows, columns] or a stack [..., rows, columns] of e4m3 values, row-major without gaps.
+def matrix(name: str, tensor: Tensor, scales: Tensor | None, layout: Layout = Layout.LINEAR) -> Matrix:
+    """Describes a matrix [rows, columns] or a stack [..., rows, columns] of e4m3 values, without gaps.
 
     Args:
         name: of the values, for messages.
         tensor: float8_e4m3fn.
-        scales: fp32 [..., rows / 128, columns / 128], what a value is multiplied with.
+        scales: fp32 [..., rows / 128, columns / 128], what a value is multiplied with; row-major in either layout.
+        layout: of the values.
 
     Raises:
         WeightError: another dtype, gaps between rows, a size that no whole number of blocks fills, scales that are
@@ -42,11 +44,13 @@ def matrix(name: str, tensor: Tensor, scales: Tensor | None) -> Matrix:
     for what, part in ((name, tensor), (f"the scales' tensor of {name}", scales)):
         if not part.is_contiguous():
             raise WeightError(f"{what} has strides {part.stride()}, the step reads its rows without gaps")
+    if layout == Layout.SHUFFLED:
+        shuffled.check_weights(name, tensor)
     finite = scales.isfinite()
     if not bool(finite.all()):
         raise WeightError(f"the scales of {name} hold {scales[~finite][0].item()}, they must be finite")
     checked_address(name, tensor)
-    return Matrix(name, tensor, rows, columns, Format.FP8, scales=scales)
+    return Matrix(name, tensor, rows, columns, Format.FP8, layout, scales)
 
 
 def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from glm53_mono.geometry import MXFP4_BLOCK
-from glm53_mono.weights.descriptor import Format, Matrix, WeightError, checked_address
+from glm53_mono.weights import shuffled
+from glm53_mono.weights.descriptor import Format, Layout, Matrix, WeightError, checked_address
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the three low bits of a value stand for; the fourth is its sign."""
@@ -23,13 +24,14 @@ NOT_A_SCALE = 255
 """E8M0's NaN."""
 
 
-def matrix(name: str, tensor: Tensor, scales: Tensor | None) -> Matrix:
-    """Describes a matrix [rows, columns] or a stack [..., rows, columns], row-major without gaps.
+def matrix(name: str, tensor: Tensor, scales: Tensor | None, layout: Layout = Layout.LINEAR) -> Matrix:
+    """Describes a matrix [rows, columns] or a stack [..., rows, columns], without gaps.
 
     Args:
         name: of the values, for messages.
         tensor: uint8 [..., rows, columns / 2].
         scales: uint8 [..., rows, columns / 32].
+        layout: of values and scales.
 
     Raises:
         WeightError: another dtype, gaps between rows, a row that no pairs of blocks fill (a chunk of K is folded),
@@ -52,11 +54,14 @@ def matrix(name: str, tensor: Tensor, scales: Tensor | None) -> Matrix:
     for what, part in ((name, tensor), (f"the scales' tensor of {name}", scales)):
         if not part.is_contiguous():
             raise WeightError(f"{what} has strides {part.stride()}, the step reads its rows without gaps")
+    if layout == Layout.SHUFFLED:
+        shuffled.check_weights(name, tensor)
+        shuffled.check_scales(f"the scales' tensor of {name}", scales)
     if bool((scales == NOT_A_SCALE).any()):
         raise WeightError(f"the scales of {name} hold the byte {NOT_A_SCALE}, which is NaN")
     checked_address(name, tensor)
     checked_address(f"the scales' tensor of {name}", scales)
-    return Matrix(name, tensor, rows, columns, Format.MXFP4, scales=scales)
+    return Matrix(name, tensor, rows, columns, Format.MXFP4, layout, scales)
 
 
 def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:

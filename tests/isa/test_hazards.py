@@ -82,6 +82,8 @@ def test_a_hazard_is_seen(says: str, count: int, changes: list[tuple[str, str]])
         [("global_load_dwordx4 v[8:11], v[2:3], off", "global_load_dwordx4 v[8:11], v[2:3], off nt")],
         # The kernel's arguments, after a copy.
         [("s_load_dword s2, s[0:1]", "s_mov_b64 s[40:41], s[0:1]\n\ts_load_dword s2, s[40:41]")],
+        # The same by way of vcc.
+        [("s_load_dword s2, s[0:1]", "s_mov_b64 vcc, s[0:1]\n\ts_mov_b64 s[40:41], vcc\n\ts_load_dword s2, s[40:41]")],
     ],
     ids=[
         "atomic poll",
@@ -91,6 +93,7 @@ def test_a_hazard_is_seen(says: str, count: int, changes: list[tuple[str, str]])
         "enough states",
         "streamed weights",
         "copied arguments",
+        "arguments in vcc",
     ],
 )
 def test_what_is_no_hazard_is_not_seen(changes: list[tuple[str, str]]) -> None:
@@ -125,4 +128,4 @@ def test_wait_states_of_products() -> None:
 
 def test_the_kernels_mark_their_streamed_weights() -> None:
     lines = streamed_lines()
-    assert {file for file, _ in lines} == {"gemv.py"}
+    assert {file for file, _ in lines} == {"gemv.py", "fp8.py", "mxfp4.py"}

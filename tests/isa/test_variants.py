@@ -31,12 +31,13 @@ def test_the_grid_is_no_more_than_the_units() -> None:
 
 def test_formats_are_those_that_servers_may_have() -> None:
     # SGLang's "unquant" is a checkpoint without quantization.
-    assert set(FORMATS.values()) == set(READABLE_FORMATS) - {"unquant"}
+    assert set(FORMATS["gfx950"].values()) == set(READABLE_FORMATS) - {"unquant"}
+    assert FORMATS["sm_90"].items() < FORMATS["gfx950"].items()
 
 
 def test_once_everything_is_built_everything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "NOT_YET_BUILT", ())
-    assert len(variants("gfx950")) == len(TP_SIZES) * len(FORMATS) * 2 * 2
+    assert len(variants("gfx950")) == len(TP_SIZES) * len(FORMATS["gfx950"]) * 2 * 2
 
 
 REFUSED = {
@@ -52,8 +53,8 @@ REFUSED = {
 def test_what_is_refused_is_not_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, gone = REFUSED[name]
     monkeypatch.setattr(capabilities, "NOT_YET_BUILT", ())
-    everything = variants("sm_90")
+    everything = variants("gfx950")
     monkeypatch.setattr(capabilities, "NOT_YET_BUILT", (Refusal(name, found, "not built"),))
-    left = variants("sm_90")
+    left = variants("gfx950")
     assert left == [variant for variant in everything if not gone(variant)]
     assert len(left) < len(everything)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm53_mono.geometry import FP8_BLOCK
 from glm53_mono.kernels import dense, fp8, gemv, moe, mxfp4, output, stored
 from glm53_mono.weights import fp8 as fp8_weights
 from glm53_mono.weights import mxfp4 as mxfp4_weights
-from glm53_mono.weights.descriptor import Format
+from glm53_mono.weights import shuffled
+from glm53_mono.weights.descriptor import Format, Layout, Storage
+from glm53_mono.weights.formats import Formats
+from glm53_mono.weights.published import FP8_CHECKPOINT, QUARK_CHECKPOINT, held_by_aiter
 from tests.kernels import rig
 from tests.kernels.compare import Comparison
-from tests.kernels.quantised import FP8_CHECKPOINT, INDEXER, QUARK_CHECKPOINT, TINY_BLOCKS, stored_as
+from tests.kernels.quantised import TINY_BLOCKS, TINY_TILES, stored_as
 from tests.kernels.rig import EVERY_PHASE, ONE_KDA, Pattern, tiny_model
 from tests.kernels.seeded_bugs import edited
 
-EVERYTHING_FP8 = {**FP8_CHECKPOINT, **dict.fromkeys(INDEXER, Format.FP8)}
+EVERYTHING_FP8 = replace(FP8_CHECKPOINT, index_key=Storage(Format.FP8), index_query=Storage(Format.FP8))
+LAYOUTS = pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name.lower())
 DENSE_KDA = Pattern(kda_layers=(0,), layers=1, dense_layers=1)
 
 
-def comparison(seed: int, formats: Mapping[str, Format], pattern: Pattern, *, fused: bool = True) -> Comparison:
-    plain = tiny_model(pattern, seed=seed, fused=fused, experts=3, scale=TINY_BLOCKS, sinkhorn_iterations=2)
+def comparison(seed: int, formats: Formats, pattern: Pattern, *, fused: bool = True, aiter: bool = False) -> Comparison:
+    scale = TINY_TILES if aiter else TINY_BLOCKS
+    plain = tiny_model(pattern, seed=seed, fused=fused, experts=3, scale=scale, sinkhorn_iterations=2)
+    if aiter:
+        formats = held_by_aiter(formats, plain.geometry, shared_fused=fused)
+    for layer in plain.weights.layers:
+        # blocks of one matrix whose scales are far apart
+        layer.ffn.gate_up[..., : layer.ffn.gate_up.shape[-2] // 2, -FP8_BLOCK:].mul_(3)
     model = stored_as(plain, formats)
     inputs = rig.step_inputs(model.geometry, [68, 7], tokens=1, seed=seed, max_tokens=256)
     caches = rig.random_caches(model.geometry, requests=2, pages=rig.pages_of(inputs, model.geometry), seed=seed)
@@ -40,8 +52,30 @@ def comparison(seed: int, formats: Mapping[str, Format], pattern: Pattern, *, fu
     [(FP8_CHECKPOINT, True), (EVERYTHING_FP8, False), (QUARK_CHECKPOINT, False)],
     ids=["FP8 fused", "FP8 with indexer", "Quark apart"],
 )
-def test_a_step_is_that_of_the_dequantised_weights(seed: int, formats: Mapping[str, Format], fused: bool) -> None:
+def test_a_step_is_that_of_the_dequantised_weights(seed: int, formats: Formats, fused: bool) -> None:
     comparison(seed, formats, EVERY_PHASE, fused=fused).whole_step().assert_right()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("formats", "fused"),
+    [(EVERYTHING_FP8, True), (QUARK_CHECKPOINT, True), (QUARK_CHECKPOINT, False)],
+    ids=["FP8", "Quark fused", "Quark apart"],
+)
+def test_a_step_reads_what_aiter_has_shuffled(seed: int, formats: Formats, fused: bool) -> None:
+    comparison(seed, formats, EVERY_PHASE, fused=fused, aiter=True).whole_step().assert_right()
+
+
+@pytest.mark.parametrize("formats", [FP8_CHECKPOINT, QUARK_CHECKPOINT], ids=["FP8", "Quark"])
+@pytest.mark.parametrize("place", ["row_place", "column_place", "scale_place"])
+def test_a_wrong_place_is_found(seed: int, formats: Formats, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that AITER has shuffled, read as if they lay row by row."""
+    readers = [reader for reader in (fp8, mxfp4) if hasattr(reader, place)]
+    for reader in readers:
+        right = getattr(reader, place)
+        monkeypatch.setattr(reader, place, lambda *arguments, right=right: right(*arguments[:-1], int(Layout.LINEAR)))
+    found = comparison(seed, formats, DENSE_KDA if formats is FP8_CHECKPOINT else ONE_KDA, aiter=True).whole_step()
+    assert bool(found.failures) == (place != "scale_place" or formats is QUARK_CHECKPOINT)
 
 
 def with_reader(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any]) -> None:
@@ -62,7 +96,7 @@ TRANSPOSED = "row // BLOCK + (begin + half) // BLOCK * 2"
     ids=["FP8 scales transposed", "nibbles swapped"],
 )
 def test_a_wrong_reader_is_found(
-    seed: int, module: Any, old: str, new: str, formats: Mapping[str, Format], pattern: Pattern,
+    seed: int, module: Any, old: str, new: str, formats: Formats, pattern: Pattern,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
     with_reader(monkeypatch, module.__name__.rpartition(".")[2], edited(module, old, new, tmp_path).add_chunk)
@@ -71,9 +105,7 @@ def test_a_wrong_reader_is_found(
 
 @pytest.mark.parametrize("mistake", ["gate and up swapped", "clamp dropped"])
 @pytest.mark.parametrize("formats", [FP8_CHECKPOINT, QUARK_CHECKPOINT], ids=["FP8", "Quark"])
-def test_a_wrong_expert_is_found(
-    seed: int, mistake: str, formats: Mapping[str, Format], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_expert_is_found(seed: int, mistake: str, formats: Formats, monkeypatch: pytest.MonkeyPatch) -> None:
     right = moe.clamped_swiglu
     if mistake == "clamp dropped":
         monkeypatch.setattr(moe, "clamped_swiglu", lambda gate, up, _limit: right(gate, up, 1e30))
@@ -83,16 +115,19 @@ def test_a_wrong_expert_is_found(
 
 
 @triton.jit
-def product(x, matrix, scales, out, K: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
+def product(x, matrix, scales, out, K: tl.constexpr, COLUMNS: tl.constexpr, STORAGE: tl.constexpr):
     """One tile of x [8, K] against a whole stored matrix, fp32 [8, COLUMNS]."""
     acc = gemv.zero_tile(COLUMNS)
     row = gemv.folded_columns(COLUMNS)
-    acc = stored.add_chunk(acc, x, K, 8, tl.load(matrix), tl.load(scales), row, 0, K, K, FORMAT)
+    acc = stored.add_chunk(acc, x, K, 8, tl.load(matrix), tl.load(scales), row, 0, K, K, STORAGE)
     tl.store(out + tl.arange(0, 8)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], gemv.unfold(acc, COLUMNS))
 
 
-def stored_columns(values: Tensor, scales: Tensor, kind: Format, columns: int) -> Tensor:
+def stored_columns(values: Tensor, scales: Tensor, kind: Format, columns: int, layout: Layout) -> Tensor:
     """The weights as the kernel sees them, fp32: each column of K against a row of activations that is 1 there."""
+    if layout == Layout.SHUFFLED:
+        values = shuffled.shuffled(values)
+        scales = scales if kind == Format.FP8 else shuffled.shuffled_scales(scales)
     rows = values.shape[0]
     seen = torch.empty(rows, columns)
     addresses = [torch.tensor([part.data_ptr()]) for part in (values, scales)]
@@ -100,26 +135,28 @@ def stored_columns(values: Tensor, scales: Tensor, kind: Format, columns: int) -
         x = torch.zeros(8, columns, dtype=torch.bfloat16)
         x[torch.arange(8), first + torch.arange(8)] = 1
         out = torch.empty(8, rows)
-        product[(1,)](x, *addresses, out, columns, rows, int(kind))
+        product[(1,)](x, *addresses, out, columns, rows, Storage(kind, layout))
         seen[:, first : first + 8] = out.T
     return seen
 
 
-def test_every_fp8_value_is_read_as_it_is() -> None:
+@LAYOUTS
+def test_every_fp8_value_is_read_as_it_is(layout: Layout) -> None:
     """All finite bytes, beside a scale that is no power of two."""
     values = torch.arange(256, dtype=torch.uint8).repeat(128, 1).view(torch.float8_e4m3fn)
     values.view(torch.uint8)[values.float().isnan()] = 0
     scales = torch.tensor([[0.7123, 3.1e-5]])
     expected = fp8_weights.dequantised(values, scales)
-    assert torch.equal(stored_columns(values, scales, Format.FP8, 256), expected)
+    assert torch.equal(stored_columns(values, scales, Format.FP8, 256, layout), expected)
 
 
-def test_every_mxfp4_value_and_scale_is_read_as_it_is() -> None:
+@LAYOUTS
+def test_every_mxfp4_value_and_scale_is_read_as_it_is(layout: Layout) -> None:
     """Every byte beside every scale but 0, which is read as 0, and those above 252, beside which 6 is infinite."""
     scales = torch.arange(256, dtype=torch.uint8)[:, None].clamp(1, 252).repeat(1, 16)
     pairs = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     expected = mxfp4_weights.dequantised(pairs, scales)
-    assert torch.equal(stored_columns(pairs, scales, Format.MXFP4, 512), expected)
+    assert torch.equal(stored_columns(pairs, scales, Format.MXFP4, 512, layout), expected)
 
 
 def test_readers_are_those_that_the_phases_call() -> None:

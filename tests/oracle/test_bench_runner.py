@@ -222,7 +222,7 @@ def test_a_point_has_every_arm_the_launch_and_its_bytes(
     monkeypatch.setattr(bench_measure, "graph_of", lambda run: launched)
     bench._arms[MONOKERNEL] = replace(bench._arms[MONOKERNEL], graphs=NoGraphs(launched))
     bench._arms[SGLANG] = replace(bench._arms[MONOKERNEL], graphs=NoGraphs())
-    shape = {"weights": step_weights(bench.model, GEOMETRY), "geometry": GEOMETRY, "context": 300, "steps": 4}
+    shape = {"weights": step_weights(bench.model, GEOMETRY, {}), "geometry": GEOMETRY, "context": 300, "steps": 4}
     shape["step"] = DECODE
 
     def measured(arms: tuple[str, ...], rows: int, launch: bool) -> Point:

@@ -207,7 +207,7 @@ def test_weights_are_the_checkpoints(served: SglangModel, checkpoint: dict[str, 
     def loaded(name: str) -> torch.Tensor:
         return checkpoint[f"model.language_model.{name}"]
 
-    layers = model_layers(served.model, GEOMETRY)
+    layers = model_layers(served.model, GEOMETRY, {})
     kinds = [(type(layer.attention), type(layer.ffn)) for layer in layers]
     assert kinds == [(KdaWeights, DenseWeights), (MlaWeights, MoeWeights), (KdaWeights, MoeWeights)]
 
@@ -263,25 +263,25 @@ def test_hidden_states_of_layers_are_noticed(served: SglangModel, monkeypatch: p
 
 def test_weights_of_another_layout_are_refused(served: SglangModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UpstreamError, match=r"model\.layers has 3 layers, the config 4"):
-        model_layers(served.model, replace(GEOMETRY, layers=4))
+        model_layers(served.model, replace(GEOMETRY, layers=4), {})
     with pytest.raises(UpstreamError, match=r"model\.layers\.0\.self_attn is Glm5NextLinearAttention, not Deepseek"):
-        model_layers(served.model, replace(GEOMETRY, kda_layers=(2,), dsa_layers=(0, 1)))
+        model_layers(served.model, replace(GEOMETRY, kda_layers=(2,), dsa_layers=(0, 1)), {})
     with pytest.raises(UpstreamError, match=r"model\.layers\.1\.mlp\.gate\.weight has shape"):
-        model_layers(served.model, replace(GEOMETRY, experts=GEOMETRY.experts + 1))
+        model_layers(served.model, replace(GEOMETRY, experts=GEOMETRY.experts + 1), {})
     down = served.model.model.layers[KDA].mlp.down_proj
     monkeypatch.setattr(down.weight, "data", down.weight.data.to(torch.float16))
     with pytest.raises(UpstreamError, match=r"model\.layers\.0\.mlp\.down_proj\.weight is torch\.float16"):
-        model_layers(served.model, GEOMETRY)
+        model_layers(served.model, GEOMETRY, {})
 
 
 def test_the_fused_shared_expert_is_a_row_more(served: SglangModel, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = served.model.model.layers[DSA].mlp
     monkeypatch.setattr(moe, "num_fused_shared_experts", 1)
     with pytest.raises(UpstreamError, match="fuses 1 shared experts and has shared_experts"):
-        model_layers(served.model, GEOMETRY)
+        model_layers(served.model, GEOMETRY, {})
     monkeypatch.setattr(moe, "shared_experts", None)
     with pytest.raises(UpstreamError, match=r"experts\.w13_weight has shape \[8, "):
-        model_layers(served.model, GEOMETRY)
+        model_layers(served.model, GEOMETRY, {})
 
 
 @pytest.fixture

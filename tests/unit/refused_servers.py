@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.unit.servers import CHAIN, PLAIN, SEED, ConfigChange, linear_field, quantized, text_field, words
+from tests.unit.servers import CHAIN, PLAIN, SEED, ConfigChange, linear_field, text_field, words
 
 
 @dataclass(frozen=True)
@@ -314,22 +314,9 @@ GEOMETRY_ROWS = (
 CAPABILITY_ROWS = (
     plain("tensor parallelism", "", "serve with --tp-size 1 instead of 4"),
     plain(
-        "AITER FP8 layout",
-        "--tp 1 --moe-runner-backend triton",
-        "does not read FP8 weights that AITER has shuffled",
-        config=(quantized,),
-        environment={"SGLANG_USE_AITER": "1"},
-    ),
-    plain(
-        "MXFP4 weights",
+        "AITER bf16 layout",
         "--tp 1",
-        "does not read Quark weights",
-        declared={"quantization": "quark"},
-    ),
-    plain(
-        "AITER weight layout",
-        "--tp 1",
-        "that AITER has shuffled",
+        "bf16 expert weights that AITER has shuffled",
         environment={"SGLANG_USE_AITER": "1"},
     ),
     plain(

@@ -17,8 +17,9 @@ from glm53_mono.checkpoint.config import checkpoint_geometry
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.spec import SPEC
 from glm53_mono.upstream.model import model_layers
-from glm53_mono.weights import fp8
-from glm53_mono.weights.descriptor import Format
+from glm53_mono.weights import fp8, mxfp4, shuffled
+from glm53_mono.weights.copies import BIAS, SHARED_DOWN, Copies, total_bytes
+from glm53_mono.weights.descriptor import Format, Layout, Storage
 from glm53_mono.weights.formats import Formats, common_formats
 from tests.oracle.sglang_cpu.forward import serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
@@ -57,6 +58,44 @@ def _in_blocks(layer: Any, name: str, *, scales: bool = True) -> None:
     setattr(layer, name, torch.nn.Parameter(values, requires_grad=False))
     if scales:
         setattr(layer, f"{name}_scale_inv", torch.nn.Parameter(found, requires_grad=False))
+
+
+def _in_mxfp4(layer: Any, name: str) -> None:
+    """A layer's weight in MXFP4, as Quark's schemes register it."""
+    values, scales = mxfp4.quantised(getattr(layer, name).data)
+    setattr(layer, name, torch.nn.Parameter(values, requires_grad=False))
+    setattr(layer, f"{name}_scale", torch.nn.Parameter(scales, requires_grad=False))
+
+
+def _sparse(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def _quark_experts(model: Any) -> None:
+    for mlp in _sparse(model):
+        _in_mxfp4(mlp.experts, "w13_weight")
+        _in_mxfp4(mlp.experts, "w2_weight")
+        if mlp.shared_experts is not None:
+            _in_mxfp4(mlp.shared_experts.gate_up_proj, "weight")
+            _in_mxfp4(mlp.shared_experts.down_proj, "weight")
+
+
+def _aiter_quark_experts(model: Any) -> None:
+    _quark_experts(model)
+    for mlp in _sparse(model):
+        mlp.experts.w2_weight.is_shuffled = True
+
+
+def _aiter_fp8(model: Any) -> None:
+    """As SGLang keeps FP8 blocks with AITER and ROCm 7.0: experts shuffled, linear layers not, the bias in bf16."""
+    _fp8_checkpoint(model)
+    for mlp in _sparse(model):
+        for name in ("w13_weight", "w2_weight"):
+            weight = getattr(mlp.experts, name)
+            weight.data.copy_(shuffled.shuffled(weight.data))
+            weight.is_shuffled = True
+        bias = mlp.gate.e_score_correction_bias
+        mlp.gate.e_score_correction_bias = torch.nn.Parameter(bias.bfloat16(), requires_grad=False)
 
 
 def _fp8_checkpoint(model: Any) -> None:
@@ -120,15 +159,15 @@ def spoilt(model: Any, spoil: Callable[[Any], None]) -> Iterator[None]:
 
 def test_fp8_blocks_are_read_as_loaded(loaded: Any) -> None:
     geometry = checkpoint_geometry(CONFIG)
-    blocks = Format.FP8
+    blocks = Storage(Format.FP8)
     expected = Formats(
         latents=blocks, query=blocks, attention_output=blocks, dense_up=blocks, dense_down=blocks, shared_up=blocks,
         experts_up=blocks, down=blocks,
     )  # fmt: skip
-    assert common_formats(model_layers(loaded, geometry)) == Formats()
+    assert common_formats(model_layers(loaded, geometry, {})) == Formats()
     with spoilt(loaded, _fp8_checkpoint):
         assert reasons(loaded) == []
-        layers = model_layers(loaded, geometry)
+        layers = model_layers(loaded, geometry, {})
         assert common_formats(layers) == expected
         down = next(layer.ffn for layer in layers if hasattr(layer.ffn, "router")).down
         experts = next(layer.mlp.experts for layer in loaded.model.layers if hasattr(layer.mlp, "experts"))
@@ -136,11 +175,52 @@ def test_fp8_blocks_are_read_as_loaded(loaded: Any) -> None:
         assert down.scales.data_ptr() == experts.w2_weight_scale_inv.data_ptr()
 
 
+def test_quark_experts_are_read_as_loaded(loaded: Any) -> None:
+    with spoilt(loaded, _quark_experts):
+        assert reasons(loaded) == []
+        found = common_formats(model_layers(loaded, checkpoint_geometry(CONFIG), {}))
+    assert {found.experts_up, found.down, found.shared_up} == {Storage(Format.MXFP4)}
+
+
+def test_what_aiter_has_shuffled_is_read_in_place_and_the_rest_copied(loaded: Any) -> None:
+    copies: Copies = {}
+    with spoilt(loaded, _aiter_fp8):
+        assert reasons(loaded) == []
+        layers = model_layers(loaded, checkpoint_geometry(CONFIG), copies)
+        found = common_formats(layers)
+        index, ffn = next((i, layer.ffn) for i, layer in enumerate(layers) if hasattr(layer.ffn, "router"))
+        mlp = loaded.model.layers[index].mlp
+        assert ffn.down.address == mlp.experts.w2_weight.data_ptr()
+        assert torch.equal(ffn.bias, mlp.gate.e_score_correction_bias.float())
+        in_place = mlp.shared_experts.down_proj.weight.data
+    blocks, shuffled_blocks = Storage(Format.FP8), Storage(Format.FP8, Layout.SHUFFLED)
+    assert (found.experts_up, found.down, found.shared_up, found.query) == (
+        shuffled_blocks, shuffled_blocks, blocks, blocks,
+    )  # fmt: skip
+    sparse = len(_sparse(loaded))
+    assert sorted({what for what, _ in copies}) == [BIAS, SHARED_DOWN] and len(copies) == 2 * sparse
+    assert total_bytes(copies) == sparse * (in_place.numel() + 4 * ffn.bias.numel())
+    assert torch.equal(ffn.shared.down.data.view(torch.uint8), shuffled.shuffled(in_place).view(torch.uint8))
+
+
+def test_linear_layers_that_aiter_has_shuffled_are_told_by_its_mark(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries = [layer.self_attn.q_b_proj for layer in loaded.model.layers if hasattr(layer.self_attn, "q_b_proj")]
+    for query in queries:
+        monkeypatch.setattr(query, "aiter_bpreshuffled", True, raising=False)
+    with spoilt(loaded, _fp8_checkpoint):
+        found = common_formats(model_layers(loaded, checkpoint_geometry(CONFIG), {}))
+    assert found.query == Storage(Format.FP8, Layout.SHUFFLED)
+    assert found.latents == Storage(Format.FP8)
+
+
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
         (_fp8, "model.layers.0.self_attn.o_proj.weight is torch.float8_e4m3fn, not torch.bfloat16"),
         (_fp8_without_scales, "model.layers.0.mlp.down_proj.weight is FP8 and has no scales"),
+        (_aiter_quark_experts, "w2_weight has 4 scales a row on this rank, AITER's layout wants a multiple of 8"),
         (_fp8_shared_alone, "shared_experts.down_proj.weight is FP8 and model.layers"),
         (_strided, "model.layers.0.mlp.down_proj.weight has strides"),
         (_misaligned, "model.layers.1.self_attn.q_b_proj.weight lies at address"),

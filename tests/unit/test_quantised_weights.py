@@ -13,7 +13,7 @@ from glm53_mono.checkpoint.config import SCALES, checkpoint_geometry, model_conf
 from glm53_mono.cli.checkpoint import checkpoint_tensors
 from glm53_mono.reference.weights import from_checkpoint
 from glm53_mono.weights import bf16, fp8, mxfp4
-from glm53_mono.weights.descriptor import Format, Matrix, WeightError
+from glm53_mono.weights.descriptor import Format, Matrix, Storage, WeightError
 from glm53_mono.weights.formats import Formats, common_formats
 from glm53_mono.weights.model import LayerWeights, with_matrices
 
@@ -94,7 +94,7 @@ def test_formats_are_those_of_the_matrices(layers: tuple[LayerWeights[Matrix], .
     assert common_formats(layers) == Formats()
     assert Formats().described() == "bf16"
     found = common_formats(in_fp8(layers, "3.attention.query", "7.attention.query"))
-    assert found == replace(Formats(), query=Format.FP8)
+    assert found == replace(Formats(), query=Storage(Format.FP8))
     assert found.described() == "bf16 but for FP8: query"
 
 

@@ -79,7 +79,7 @@ def test_weights_that_cannot_be_read_are_all_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(spec, "tensor_parallel_rank", lambda: (0, 1))
     monkeypatch.setattr(spec.Geometry, "from_config", lambda config, ranks: "geometry")
     monkeypatch.setattr(spec, "embedding_shard", lambda model, geometry: unreadable("the embedding is fp8"))
-    monkeypatch.setattr(spec, "model_layers", lambda model, geometry: unreadable("layer 3 is fp8"))
+    monkeypatch.setattr(spec, "model_layers", lambda model, geometry, copies: unreadable("layer 3 is fp8"))
     monkeypatch.setattr(spec, "final_norm", lambda model, geometry: None)
     assert SPEC.model_disable_reasons("model", "config", {}) == ["the embedding is fp8", "layer 3 is fp8"]
 

@@ -20,8 +20,9 @@ Lines = Collection[tuple[str, int]]
 PROMISED_BYTES = 16
 """Width of a load of streamed weights."""
 
-KERNEL_ARGUMENTS = ("s4", "s5")
-"""Where a Triton kernel finds the address of its arguments when it starts."""
+BEFORE_ARGUMENTS = {"dispatch_ptr": 2, "queue_ptr": 2}
+"""Scalar registers that a kernel may ask for and finds before its arguments' address when it starts (LLVM's AMDGPU
+usage, initial kernel execution state)."""
 
 _WIDTHS = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "sshort": 2, "dword": 4}
 
@@ -95,7 +96,12 @@ Places = frozenset[tuple[str, int]]
 """Registers, or lanes of a spill register as `v254.12`, each with the half of the arguments' address that it holds."""
 
 _PAIR = re.compile(r"s\[(\d+):(\d+)\]")
-_AT_ENTRY: Places = frozenset(zip(KERNEL_ARGUMENTS, (0, 1), strict=True))
+
+
+def _at_entry(listing: Listing) -> Places:
+    asked = dict(re.findall(r"\.amdhsa_user_sgpr_(\w+) (\d+)", listing.text))
+    first = sum(count for name, count in BEFORE_ARGUMENTS.items() if asked.get(name) == "1")
+    return frozenset({(f"s{first}", 0), (f"s{first + 1}", 1)})
 
 
 def _is_argument(load: Instruction, places: Places) -> bool:
@@ -106,7 +112,7 @@ def _is_argument(load: Instruction, places: Places) -> bool:
 def _argument_places(listing: Listing) -> dict[int, Places]:
     """Where the arguments' address certainly is when a block starts."""
     order = reverse_postorder(listing.blocks)
-    entering: dict[int, Places] = {0: _AT_ENTRY}
+    entering: dict[int, Places] = {0: _at_entry(listing)}
     leaving: dict[int, Places] = {}
     changed = True
     while changed:
@@ -164,5 +170,7 @@ def _moved(name: str, operands: tuple[str, ...], held: dict[str, int]) -> dict[s
 
 
 def _halves(operand: str) -> list[str]:
+    if operand == "vcc":
+        return ["vcc_lo", "vcc_hi"]
     pair = _PAIR.fullmatch(operand)
     return [f"s{pair[1]}", f"s{pair[2]}"] if pair else [operand]

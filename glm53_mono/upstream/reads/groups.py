@@ -45,6 +45,11 @@ def alias(module: str, attribute: str, target: str, purpose: str) -> Read:
     return Read(module, None, attribute, Kind.ALIAS, purpose, value=target)
 
 
+def marked(module: str, owner: str, attribute: str, source: str, purpose: str) -> Read:
+    """An assignment inside a function of SGLang by which it marks what it has done to a layer."""
+    return Read(module, owner, attribute, Kind.MARKED, purpose, value=source)
+
+
 def call(module: str, owner: str, callee: str, source: str, purpose: str) -> Read:
     """A call inside a function of SGLang by which it drives what we implement."""
     return Read(module, owner, callee, Kind.CALL, purpose, value=source)

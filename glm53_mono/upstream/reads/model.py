@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from glm53_mono.upstream.contract import Kind, Read
 from glm53_mono.upstream.reads.groups import alias, assigned, built, classes, constant, fields, function, method
+from glm53_mono.upstream.reads.quantised import QUANTISED_READS
 
 GLM = "sglang.srt.models.glm5_next"
 DEEPSEEK = "sglang.srt.models.deepseek_v2"
 INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer_kpool"
 LINEAR = "sglang.srt.layers.linear"
 UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
-FP8 = "sglang.srt.layers.quantization.fp8"
 NORM = "sglang.srt.layers.layernorm"
 GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 EMBEDDING = "sglang.srt.layers.vocab_parallel_embedding"
@@ -118,12 +118,7 @@ MODEL_READS = (
     Read(UNQUANTIZED, "UnquantizedEmbeddingMethod", "weight", Kind.REGISTERED, "the embedding and the head"),
     Read(UNQUANTIZED, "UnquantizedFusedMoEMethod", "w13_weight", Kind.REGISTERED, "bf16 gate and up of the experts"),
     Read(UNQUANTIZED, "UnquantizedFusedMoEMethod", "w2_weight", Kind.REGISTERED, "bf16 down of the experts"),
-    Read(FP8, "Fp8LinearMethod", "weight", Kind.REGISTERED, "FP8 weights of linear layers"),
-    Read(FP8, "Fp8LinearMethod", "weight_scale_inv", Kind.REGISTERED, "their block scales"),
-    Read(FP8, "Fp8MoEMethod", "w13_weight", Kind.REGISTERED, "FP8 gate and up of the experts"),
-    Read(FP8, "Fp8MoEMethod", "w2_weight", Kind.REGISTERED, "FP8 down of the experts"),
-    Read(FP8, "Fp8MoEMethod", "w13_weight_scale_inv", Kind.REGISTERED, "block scales of gate and up"),
-    Read(FP8, "Fp8MoEMethod", "w2_weight_scale_inv", Kind.REGISTERED, "block scales of down"),
+    *QUANTISED_READS,
     *assigned(LINEAR, "ColumnParallelBatchedLinear", "the second factors of both gates", "weight"),
     *assigned(NORM, "RMSNorm", "the norms' weights", "weight"),
     *assigned(NORM, "LayerNorm", "the norm of the indexer's keys", "weight", "bias"),
