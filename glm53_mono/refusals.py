@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from glm53_mono import quark
 from glm53_mono.geometry import FP8_BLOCK, MAX_ROWS, Geometry
 from glm53_mono.upstream.server import Server
 
@@ -297,6 +298,18 @@ REFUSALS: tuple[Refusal, ...] = (
         _fp8_without_blocks,
         f"the FP8 weights have weight_block_size {{found}}, not [{FP8_BLOCK}, {FP8_BLOCK}]: take a checkpoint with "
         "block scales instead of --quantization fp8",
+    ),
+    Refusal(
+        "Quark scheme",
+        lambda s: s.quantization == "quark" and quark.foreign_scheme(s.quantization_config),
+        f"Quark's scheme is {{found}}, and a step reads {quark.READ}: take a checkpoint of these, such as "
+        "amd/GLM-5.3-Flash-Quark-MXFP4",
+    ),
+    Refusal(
+        "Quark without AITER",
+        lambda s: s.quantization == "quark" and not s.environment.aiter,
+        "SGLang runs Quark's MXFP4 experts with AITER alone: set SGLANG_USE_AITER=1 on ROCm; on an NVIDIA GPU serve an "
+        "FP8 or a bf16 checkpoint",
     ),
     Refusal(
         "MoE runner",

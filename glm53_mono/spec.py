@@ -22,7 +22,10 @@ from glm53_mono.upstream.monokernel import (
 )
 from glm53_mono.upstream.server import MissingRead, Server, read_server
 from glm53_mono.upstream.tensors import UpstreamError
+from glm53_mono.weights.blocks import broken_blocks
 from glm53_mono.weights.descriptor import WeightError
+from glm53_mono.weights.formats import Formats
+from glm53_mono.weights.published import BY_QUANTIZATION
 
 API_VERSION = 1
 """The version of SGLang's monokernel contract that this package is written against."""
@@ -84,10 +87,11 @@ def _geometry_reasons(server: Server) -> list[str]:
     # A TP size of which we have no kernel is SGLang's to refuse; the config is judged at 1 then.
     tp_size = server.arguments.tp_size if server.arguments.tp_size in TP_SIZES else 1
     try:
-        Geometry.from_config(server.hf_config, tp_size)
+        geometry = Geometry.from_config(server.hf_config, tp_size)
     except GeometryError as error:
         return [f"config.json: {error}"]
-    return []
+    # a format that is refused has no blocks to judge
+    return broken_blocks(geometry, BY_QUANTIZATION.get(server.quantization, Formats()))
 
 
 SPEC = MonoSpec(

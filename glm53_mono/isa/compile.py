@@ -26,11 +26,8 @@ from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.program.workspace import HEADROOM_PAGES
-from glm53_mono.weights.formats import Formats, common_formats
-from glm53_mono.weights.published import FP8_CHECKPOINT, QUARK_CHECKPOINT, held_by_aiter
-
-CHECKPOINTS: Mapping[str, Formats] = {"bf16": Formats(), "fp8": FP8_CHECKPOINT, "mxfp4": QUARK_CHECKPOINT}
-"""How the matrices of a variant's weights are stored in row-major order."""
+from glm53_mono.weights.formats import common_formats
+from glm53_mono.weights.published import CHECKPOINTS, held_by_aiter
 
 DEADLINE_S = 30.0
 """Any; the kernel reads it at run time."""

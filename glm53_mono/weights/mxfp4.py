@@ -12,6 +12,7 @@ from torch import Tensor
 
 from glm53_mono.geometry import MXFP4_BLOCK
 from glm53_mono.weights import shuffled
+from glm53_mono.weights.blocks import FOLDED_BLOCKS
 from glm53_mono.weights.descriptor import Format, Layout, Matrix, WeightError, checked_address
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -40,7 +41,7 @@ def matrix(name: str, tensor: Tensor, scales: Tensor | None, layout: Layout = La
     if tensor.dtype != torch.uint8:
         raise WeightError(f"{name} is {tensor.dtype}, the step reads its packed values as torch.uint8")
     rows, columns = tensor.shape[-2], 2 * tensor.shape[-1]
-    if columns % (2 * MXFP4_BLOCK):
+    if columns % FOLDED_BLOCKS:
         raise WeightError(
             f"{name} has {columns} columns on this rank, which is no multiple of two blocks of {MXFP4_BLOCK}"
         )

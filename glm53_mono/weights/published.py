@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,6 +30,12 @@ QUARK_CHECKPOINT = replace(
     FP8_CHECKPOINT, index_key=_BLOCKS, index_query=_BLOCKS, shared_up=_MXFP4, experts_up=_MXFP4, down=_MXFP4
 )
 """amd/GLM-5.3-Flash-Quark-MXFP4."""
+
+CHECKPOINTS: Mapping[str, Formats] = {"bf16": Formats(), "fp8": FP8_CHECKPOINT, "mxfp4": QUARK_CHECKPOINT}
+"""By the name of a checkpoint's format."""
+
+BY_QUANTIZATION: Mapping[str | None, Formats] = {None: Formats(), "fp8": FP8_CHECKPOINT, "quark": QUARK_CHECKPOINT}
+"""By SGLang's name of a checkpoint's quantisation."""
 
 LEFT_BY_AITER = (16384, 1536)
 """Rows and columns of the one FP8 matrix of this model, the query's at TP 1, that SGLang leaves in row-major order: it

@@ -20,6 +20,7 @@ HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 METADATA = "sglang.srt.layers.attention.mamba.mamba2_metadata"
 LOGITS = "sglang.srt.layers.logits_processor"
 HOOKS = "sglang.srt.plugins.hook_registry"
+FP8 = "sglang.srt.layers.quantization.fp8"
 UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 
 STATE_LAYER_CACHE = """    def state_layer_cache(self, layer_id: int):
@@ -39,6 +40,13 @@ class Drift:
 
 
 DRIFTS = (
+    Drift(
+        "mark of a shuffled weight renamed",
+        {FP8: replacing(r"layer\.aiter_bpreshuffled = True", "layer.is_bpreshuffled = True")},
+        "Fp8LinearMethod.process_weights_after_loading_block_quant.aiter_bpreshuffled",
+        "to set layer.aiter_bpreshuffled = True",
+        "aiter_bpreshuffled set nowhere in it",
+    ),
     Drift(
         "method moved to another class of the file",
         {MEMORY: moving("get_compress_tail_buffers", from_class="DSATokenToKVPool", to_class="MHATokenToKOnlyPool")},

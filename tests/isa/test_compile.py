@@ -132,6 +132,19 @@ def test_a_process_that_fails_says_why(
         examine(VARIANT)
 
 
+def test_narrow_weights_are_not_brought_to_lds_directly() -> None:
+    from glm53_mono.isa import compile as compiling
+
+    def setting(isa: str, weights: str) -> bool | None:
+        with compiling.published_launch(KernelVariant(isa, False, 1, weights, True)).compiler():
+            return compiling.triton.knobs.amd.use_async_copy
+
+    as_it_was = compiling.triton.knobs.amd.use_async_copy
+    found = [setting(*each) for each in (("gfx950", "fp8"), ("gfx950", "mxfp4"), ("gfx950", "bf16"), ("sm_90", "fp8"))]
+    assert found == [False, False, as_it_was, as_it_was]
+    assert compiling.triton.knobs.amd.use_async_copy == as_it_was
+
+
 def test_formats_without_weights_and_old_compilers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from glm53_mono.isa import compile as compiling
 

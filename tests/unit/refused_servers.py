@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.unit.servers import CHAIN, PLAIN, SEED, ConfigChange, linear_field, text_field, words
+from tests.unit.servers import CHAIN, PLAIN, SEED, ConfigChange, linear_field, quantized, quark, text_field, words
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,15 @@ def eagle(name: str, arguments: str, *expected: str, **more: Any) -> Row:
 HOOKS = json.dumps([{"name": "watch", "target_modules": ["model"], "hook_factory": "package:factory"}]).replace(" ", "")
 CHAIN_TEXT = " ".join(CHAIN)
 DRAFT = "--speculative-draft-model-path {model} --speculative-num-draft-tokens 4"
+
+AITER = {"SGLANG_USE_AITER": "1"}
+STATIC_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+W8A8 = {"weight": STATIC_FP8, "input_tensors": STATIC_FP8}
+W4A8 = {
+    "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False},
+    "input_tensors": STATIC_FP8,
+}
+W4_OF_16 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 16}}
 
 ROWS = (
     # Drafts
@@ -169,6 +178,28 @@ ROWS = (
     plain("weight format", "--quantization w8a8_int8", "format 'w8a8_int8'"),
     plain("weight format", "--modelopt-quant nvfp4", "format ModelOpt nvfp4"),
     plain("FP8 without blocks", "--quantization fp8", "weight_block_size None, not [128, 128]"),
+    plain(
+        "Quark scheme",
+        "",
+        "Quark's scheme is fp4 per_group of 32 e8m0 static with activations of fp8_e4m3 per_tensor static for all",
+        config=(lambda config: quark(config, global_quant_config=W4A8),),
+        environment=AITER,
+    ),
+    plain(
+        "Quark scheme",
+        "",
+        "is fp8_e4m3 per_tensor static with activations of fp8_e4m3 per_tensor static for *self_attn.o_proj",
+        config=(lambda config: quark(config, layer_quant_config={"*self_attn.o_proj": W8A8}),),
+        environment=AITER,
+    ),
+    plain(
+        "Quark scheme",
+        "",
+        "is fp4 per_group of 16 with activations of no format for FusedMoE",
+        config=(lambda config: quark(config, layer_type_quant_config={"FusedMoE": W4_OF_16}),),
+        environment=AITER,
+    ),
+    plain("Quark without AITER", "--page-size 256", "AITER alone: set SGLANG_USE_AITER=1", config=(quark,)),
     plain("MoE runner", "--moe-runner-backend triton_kernel", "--moe-runner-backend 'triton_kernel'"),
     plain("MoE runner", "--moe-runner-backend flashinfer_cutlass", "--moe-runner-backend 'flashinfer_cutlass'"),
     plain("MoE all-to-all", "--tp 1 --moe-a2a-backend deepep", "--moe-a2a-backend 'deepep'"),
@@ -301,6 +332,21 @@ GEOMETRY_ROWS = (
         "",
         "mlp_layer_types has 'dense' for layer 2, and first_k_dense_replace 2 makes it 'sparse'",
         config=(text_field("first_k_dense_replace", 2),),
+    ),
+    plain(
+        "FP8 blocks of the experts",
+        "--tp 8",
+        "mlp.shared_experts.gate_proj has 192 rows on a rank at TP 8, which is no multiple of 128, its block in FP8",
+        "mlp.experts.gate_proj has 192 rows",
+        "mlp.experts.down_proj has 192 columns",
+        config=(quantized, text_field("moe_intermediate_size", 1536)),
+    ),
+    plain(
+        "MXFP4 blocks of the experts",
+        "--tp 8",
+        "mlp.experts.down_proj has 160 columns on a rank at TP 8, which is no multiple of 64, its block in MXFP4",
+        config=(quark, text_field("moe_intermediate_size", 1280)),
+        environment=AITER,
     ),
     plain(
         "expert width",

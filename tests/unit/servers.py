@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from glm53_mono.checkpoint.config import model_config
+from glm53_mono.checkpoint.formats import WeightFormat, quantization_config
 from glm53_mono.refusals import REFUSALS
 from glm53_mono.upstream import launch
 
@@ -71,6 +72,13 @@ def quantized(config: dict[str, Any]) -> None:
     """The published FP8 checkpoint's quantization_config, in brief."""
     config["quantization_config"] = FP8_CONFIG
     config["text_config"]["quantization_config"] = FP8_CONFIG
+
+
+def quark(config: dict[str, Any], **changes: Any) -> None:
+    """The published Quark checkpoint's quantization_config, changed."""
+    found = quantization_config(WeightFormat.MXFP4, config["text_config"])
+    assert found is not None
+    config["quantization_config"] = config["text_config"]["quantization_config"] = found | changes
 
 
 @dataclass(frozen=True)

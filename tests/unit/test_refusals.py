@@ -21,6 +21,7 @@ from tests.unit.servers import (
     Judged,
     judge,
     quantized,
+    quark,
     words,
     write_config,
 )
@@ -138,11 +139,14 @@ def test_every_missing_capability_has_a_server_that_proves_it() -> None:
         ((*SEED, *words("--enable-return-hidden-states")), ()),
         ((*SEED, *words("--load-format dummy")), ()),
         (SEED, (quantized,)),
+        (SEED, (quark,)),
     ],
 )
 def test_what_can_be_served_is_accepted(
-    arguments: tuple[str, ...], config: tuple[ConfigChange, ...], tmp_path: Path
+    arguments: tuple[str, ...], config: tuple[ConfigChange, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if quark in config:
+        monkeypatch.setenv("SGLANG_USE_AITER", "1")
     judged = judge(arguments, write_config(tmp_path / "model", *config))
     assert judged.reasons == []
     assert judged.spec is spec.SPEC
