@@ -17,8 +17,9 @@ BLOCK = tl.constexpr(FP8_BLOCK)
 
 @triton.jit
 def add_chunk(
-    acc, x, stride, rows, matrix, scales, row, first, K: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr
-):
+    acc, x, stride, rows, matrix, scales, row, first, K: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr,
+    BACKEND: tl.constexpr,
+):  # fmt: skip
     """As `gemv.add_chunk`; matrix: e4m3 [N, K] in LAYOUT, scales: fp32 [ceil(N / 128), K / 128], row-major.
 
     A chunk is folded block pair by block pair: each half of a product lies in one block of K.
@@ -36,5 +37,14 @@ def add_chunk(
         k = column_place(0, tl.arange(0, HALF), PIECE, LAYOUT)
         weights = tl.load(matrix + start[:, None] + k[None, :], eviction_policy="evict_first")
         scale = tl.load(scales + row // BLOCK * (K // BLOCK) + (begin + half) // BLOCK)
-        acc += tl.dot(activations, weights.to(tl.bfloat16).T) * scale[None, :]
+        acc += tl.dot(activations, widened(weights, BACKEND).T) * scale[None, :]
     return acc
+
+
+@triton.jit
+def widened(values, BACKEND: tl.constexpr):
+    """e4m3 as bf16. On sm_90 the straight way is an F2F for each value, a slow unit's; by fp32 there is none."""
+    if BACKEND == "hip":
+        return values.to(tl.bfloat16)
+    else:
+        return values.to(tl.float32).to(tl.bfloat16)

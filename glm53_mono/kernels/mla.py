@@ -25,7 +25,10 @@ VALUE_UP = device(Word.VALUE_UP)
 
 
 @triton.jit
-def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr):
+def mla_project(
+    workspace, record, rows,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """q and kv latents, the indexer's key and gate, and its head weights.
 
     Tasks: one whole output tile; from the last program down, where no tile is left, an index head's weights.
@@ -38,14 +41,18 @@ def mla_project(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     x = region(workspace, W.mixed, tl.bfloat16)
+    row = row_index()[:, None]
     for head in range(programs - 1 - pid, G.index_heads, programs):
         project_head_weight(workspace, record, x, head, rows, W, G)
-    if (F.latents == F.plain) & (F.index_key == F.plain):
-        project_tiles(workspace, record, x, rows, 0, TILES, F.plain, W, G, T)
+    PLAIN: tl.constexpr = F.plain
+    LATENT_STORAGE: tl.constexpr = F.latents
+    KEY_STORAGE: tl.constexpr = F.index_key
+    if (LATENT_STORAGE == PLAIN) & (KEY_STORAGE == PLAIN):
+        project_tiles(workspace, record, x, row, rows, 0, TILES, PLAIN, W, G, T, BACKEND)
     else:
-        project_tiles(workspace, record, x, rows, 0, LATENT_TILES, F.latents, W, G, T)
-        project_tiles(workspace, record, x, rows, LATENT_TILES, GATE, F.index_key, W, G, T)
-        project_tiles(workspace, record, x, rows, GATE, TILES, F.plain, W, G, T)
+        project_tiles(workspace, record, x, row, rows, 0, LATENT_TILES, LATENT_STORAGE, W, G, T, BACKEND)
+        project_tiles(workspace, record, x, row, rows, LATENT_TILES, GATE, KEY_STORAGE, W, G, T, BACKEND)
+        project_tiles(workspace, record, x, row, rows, GATE, TILES, PLAIN, W, G, T, BACKEND)
 
 
 @triton.jit
@@ -59,8 +66,8 @@ def own_tile(FIRST: tl.constexpr, programs):
 
 @triton.jit
 def project_tiles(
-    workspace, record, x, rows, FIRST: tl.constexpr, END: tl.constexpr, STORAGE: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+    workspace, record, x, row, rows, FIRST: tl.constexpr, END: tl.constexpr, STORAGE: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """The tiles [FIRST, END) of `mla_project`: first those of the latents, then the index key's and its gate's."""
     COLUMNS: tl.constexpr = T.latent_columns
@@ -71,7 +78,6 @@ def project_tiles(
     INDEX_TILES: tl.constexpr = (G.index_head_dim + COLUMNS - 1) // COLUMNS
     programs = tl.num_programs(0)
     start = own_tile(FIRST, programs)
-    row = row_index()[:, None]
     acc = zero_tile(COLUMNS)
     for i in tl.range(0, (END - start + programs - 1) // programs * CHUNKS, num_stages=T.stages):
         tile = start + (i // CHUNKS) * programs
@@ -81,10 +87,10 @@ def project_tiles(
         word = tl.where(is_latent, LATENTS, tl.where(is_key, INDEX_KEY, INDEX_GATE))
         local = tile - tl.where(is_latent, 0, tl.where(is_key, LATENT_TILES, LATENT_TILES + INDEX_TILES))
         width = tl.where(is_latent, LATENT_WIDTH, G.index_head_dim)
-        matrix, scales = matrix_in(record, word)
+        matrix, scales = matrix_in(record, word, STORAGE)
         column = local * COLUMNS + tl.arange(0, COLUMNS)
         weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
-        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, weight_row, first, G.hidden, DEPTH, STORAGE)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, weight_row, first, G.hidden, DEPTH, STORAGE, BACKEND)
         if i % CHUNKS == CHUNKS - 1:
             offset = tl.where(is_latent, W.latents, tl.where(is_key, W.index_key, W.index_gate))
             out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)
@@ -120,15 +126,19 @@ def mla_query(
     programs = tl.num_programs(0)
     normed_query_latents(workspace, record, rows, W, G)
     program_barrier(BACKEND)
+    x = private(workspace, W.query_latent, W.query_latent_bytes, tl.bfloat16)
+    row = row_index()[:, None]
     requests = rows // step.tokens
     writers = tl.maximum(tl.minimum(requests, programs // T.programs_a_writer), 1)
     # a lone program does both
     workers = tl.maximum(programs - writers, 1)
-    if F.query == F.index_query:
-        query_tiles(workspace, record, rows, workers, 0, TILES, F.query, W, G, T)
+    QUERY_STORAGE: tl.constexpr = F.query
+    INDEX_STORAGE: tl.constexpr = F.index_query
+    if QUERY_STORAGE == INDEX_STORAGE:
+        query_tiles(workspace, record, x, row, rows, workers, 0, TILES, QUERY_STORAGE, W, G, T, BACKEND)
     else:
-        query_tiles(workspace, record, rows, workers, 0, QUERY_TILES, F.query, W, G, T)
-        query_tiles(workspace, record, rows, workers, QUERY_TILES, TILES, F.index_query, W, G, T)
+        query_tiles(workspace, record, x, row, rows, workers, 0, QUERY_TILES, QUERY_STORAGE, W, G, T, BACKEND)
+        query_tiles(workspace, record, x, row, rows, workers, QUERY_TILES, TILES, INDEX_STORAGE, W, G, T, BACKEND)
     from_last = programs - 1 - pid
     for request in range(tl.where(from_last < writers, from_last, requests), requests, writers):
         for token in range(0, step.tokens):
@@ -138,10 +148,10 @@ def mla_query(
 
 @triton.jit
 def query_tiles(
-    workspace, record, rows, workers, FIRST: tl.constexpr, END: tl.constexpr, STORAGE: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+    workspace, record, x, row, rows, workers, FIRST: tl.constexpr, END: tl.constexpr, STORAGE: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
-    """The tiles [FIRST, END) of `mla_query`, dealt to the first `workers` programs: the attention's, then the index's."""
+    """The tiles [FIRST, END) of `mla_query`, for `workers` programs: the attention's, then the index's."""
     COLUMNS: tl.constexpr = T.query_columns
     DEPTH: tl.constexpr = chunk_depth(T.query_depth, G.q_rank, STORAGE)
     CHUNKS: tl.constexpr = G.q_rank // DEPTH
@@ -149,8 +159,6 @@ def query_tiles(
     INDEX_WIDTH: tl.constexpr = G.index_heads * G.index_head_dim
     QUERY_TILES: tl.constexpr = (QUERY_WIDTH + COLUMNS - 1) // COLUMNS
     start = own_tile(FIRST, workers)
-    x = private(workspace, W.query_latent, W.query_latent_bytes, tl.bfloat16)
-    row = row_index()[:, None]
     acc = zero_tile(COLUMNS)
     tiles = tl.where(tl.program_id(0) < workers, (END - start + workers - 1) // workers, 0)
     for i in tl.range(0, tiles * CHUNKS, num_stages=T.stages):
@@ -159,10 +167,10 @@ def query_tiles(
         is_query = tile < QUERY_TILES
         local = tile - tl.where(is_query, 0, QUERY_TILES)
         width = tl.where(is_query, QUERY_WIDTH, INDEX_WIDTH)
-        matrix, scales = matrix_in(record, tl.where(is_query, QUERY, INDEX_QUERY))
+        matrix, scales = matrix_in(record, tl.where(is_query, QUERY, INDEX_QUERY), STORAGE)
         column = local * COLUMNS + tl.arange(0, COLUMNS)
         weight_row = tl.minimum(local * COLUMNS + folded_columns(COLUMNS), width - 1)
-        acc = add_chunk(acc, x, G.q_rank, rows, matrix, scales, weight_row, first, G.q_rank, DEPTH, STORAGE)
+        acc = add_chunk(acc, x, G.q_rank, rows, matrix, scales, weight_row, first, G.q_rank, DEPTH, STORAGE, BACKEND)
         if i % CHUNKS == CHUNKS - 1:
             offset = tl.where(is_query, W.query, W.index_query)
             out = (workspace + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)

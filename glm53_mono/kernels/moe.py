@@ -12,11 +12,20 @@ from glm53_mono.geometry import MAX_ROWS
 from glm53_mono.kernels import gemv
 from glm53_mono.kernels.dense import gate_up
 from glm53_mono.kernels.gemv import folded_columns, pair_row, row_index, split_pairs, unfold, zero_tile
-from glm53_mono.kernels.memory import pointer, private, region
+from glm53_mono.kernels.memory import address_of, pointer, private, region
 from glm53_mono.kernels.mhc import next_fn, stream_row, update_streams
 from glm53_mono.kernels.numerics import bf16, clamped_swiglu, sigmoid
 from glm53_mono.kernels.record import Word, device
-from glm53_mono.kernels.stored import add_chunk, chunk_depth, matrix_bytes, matrix_in, scale_bytes
+from glm53_mono.kernels.stored import (
+    SCALES,
+    add_chunk,
+    chunk_depth,
+    matrix_bytes,
+    matrix_in,
+    matrix_items,
+    scale_bytes,
+    value_type,
+)
 from glm53_mono.kernels.sync import program_barrier
 
 ROWS = tl.constexpr(MAX_ROWS)
@@ -29,7 +38,10 @@ SHARED_DOWN = device(Word.SHARED_DOWN)
 
 
 @triton.jit
-def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr):
+def router(
+    workspace, record, rows,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
+):  # fmt: skip
     """The router's logits, a K chunk at a time, and the shared expert's gate and up.
 
     Tasks: from the last program down, (tile of experts, K chunk); from the first one on, one tile of pairs. The reader
@@ -52,7 +64,10 @@ def router(workspace, record, rows, W: tl.constexpr, G: tl.constexpr, T: tl.cons
         place = (chunk * ROWS + row) * G.experts + expert[None, :]
         tl.store(logits + place, unfold(acc, COLUMNS), mask=(row < rows) & (expert < G.experts)[None, :])
     shared = region(workspace, W.expert_wide, tl.bfloat16)
-    gate_up(x, record, SHARED_UP, shared, rows, G.expert_width, T.shared_columns, T.shared_depth, F.shared_up, G, T)
+    STORAGE: tl.constexpr = F.shared_up
+    gate_up(
+        x, record, SHARED_UP, shared, rows, G.expert_width, T.shared_columns, T.shared_depth, STORAGE, G, T, BACKEND
+    )
 
 
 @triton.jit
@@ -63,7 +78,7 @@ def route(
     """The rows' experts and weights into this program's own regions; returns the count of distinct experts.
 
     `expert_list` has the distinct experts in ascending order, `down_address` their down matrices behind the shared
-    one's, `down_scales` those matrices' scales, `expert_weight` every row's weight of every expert.
+    one's, `expert_weight` every row's weight of every expert.
 
     Choice: the largest sigmoid + bias, ties to the lower index; weight: the sigmoids, normalised (MODEL_MATH 4.2).
     Padded rows choose none, and no expert is read for them.
@@ -98,16 +113,11 @@ def route(
     count = tl.sum(distinct, 0)
     tl.store(listed + W.distinct_count_at, count)
     addresses = private(workspace, W.down_address, W.down_address_bytes, tl.int64)
-    scale_addresses = private(workspace, W.down_scales, W.down_scales_bytes, tl.int64)
-    shared, shared_scales = matrix_in(record, SHARED_DOWN)
-    tl.store(addresses, shared)
-    tl.store(scale_addresses, shared_scales)
-    BYTES: tl.constexpr = matrix_bytes(G.hidden, G.expert_width, F.down)
-    SCALE_BYTES: tl.constexpr = scale_bytes(G.hidden, G.expert_width, F.down)
-    down, scales = matrix_in(record, EXPERTS_DOWN)
-    number = tl.arange(0, EXPERTS_PADDED).to(tl.int64)
-    tl.store(addresses + 1 + place, down + number * BYTES, mask=distinct != 0)
-    tl.store(scale_addresses + 1 + place, scales + number * SCALE_BYTES, mask=distinct != 0)
+    tl.store(addresses, tl.load(record + SHARED_DOWN))
+    STORAGE: tl.constexpr = F.down
+    DOWN_BYTES: tl.constexpr = matrix_bytes(G.hidden, G.expert_width, STORAGE)
+    down = tl.load(record + EXPERTS_DOWN) + tl.arange(0, EXPERTS_PADDED).to(tl.int64) * DOWN_BYTES
+    tl.store(addresses + 1 + place, down, mask=distinct != 0)
     program_barrier(BACKEND)
     return count
 
@@ -122,14 +132,15 @@ def experts(
     x = region(workspace, W.mixed, tl.bfloat16)
     listed = private(workspace, W.expert_list, W.expert_list_bytes, tl.int32)
     out = region(workspace, W.expert_wide, tl.bfloat16)
-    matrices, all_scales = matrix_in(record, EXPERTS_UP)
+    STORAGE: tl.constexpr = F.experts_up
+    matrices, all_scales = matrix_in(record, EXPERTS_UP, STORAGE)
     COLUMNS: tl.constexpr = T.up_columns
-    DEPTH: tl.constexpr = chunk_depth(T.up_depth, G.hidden, F.experts_up)
+    DEPTH: tl.constexpr = chunk_depth(T.up_depth, G.hidden, STORAGE)
     CHUNKS: tl.constexpr = G.hidden // DEPTH
     HALF: tl.constexpr = COLUMNS // 2
     TILES: tl.constexpr = (G.expert_width + HALF - 1) // HALF
-    BYTES: tl.constexpr = matrix_bytes(2 * G.expert_width, G.hidden, F.experts_up)
-    SCALE_BYTES: tl.constexpr = scale_bytes(2 * G.expert_width, G.hidden, F.experts_up)
+    EXPERT: tl.constexpr = matrix_items(2 * G.expert_width, G.hidden, STORAGE)
+    SCALE_BYTES: tl.constexpr = scale_bytes(2 * G.expert_width, G.hidden, STORAGE)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     row = row_index()[:, None]
@@ -139,10 +150,10 @@ def experts(
         tile = task % TILES
         first = (i % CHUNKS) * DEPTH
         expert = tl.load(listed + task // TILES).to(tl.int64)
-        matrix = matrices + expert * BYTES
+        matrix = tl.multiple_of(matrices + expert * EXPERT, 16)
         scales = all_scales + expert * SCALE_BYTES
         pairs = pair_row(tile * HALF, COLUMNS, G.expert_width)
-        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, pairs, first, G.hidden, DEPTH, F.experts_up)
+        acc = add_chunk(acc, x, G.hidden, rows, matrix, scales, pairs, first, G.hidden, DEPTH, STORAGE, BACKEND)
         if i % CHUNKS == CHUNKS - 1:
             gate, up = split_pairs(unfold(acc, COLUMNS), COLUMNS)
             column = tile * HALF + tl.arange(0, HALF)[None, :]
@@ -166,13 +177,16 @@ def down(
     x = region(workspace, W.expert_wide, tl.bfloat16)
     listed = private(workspace, W.expert_list, W.expert_list_bytes, tl.int32)
     addresses = private(workspace, W.down_address, W.down_address_bytes, tl.int64)
-    scale_addresses = private(workspace, W.down_scales, W.down_scales_bytes, tl.int64)
     weight = private(workspace, W.expert_weight, W.expert_weight_bytes, tl.float32)
     branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
     COLUMNS: tl.constexpr = T.output_columns
     WIDTH: tl.constexpr = G.expert_width
-    DEPTH: tl.constexpr = chunk_depth(T.down_depth, WIDTH, F.down)
+    STORAGE: tl.constexpr = F.down
+    DEPTH: tl.constexpr = chunk_depth(T.down_depth, WIDTH, STORAGE)
     CHUNKS: tl.constexpr = WIDTH // DEPTH
+    SCALE_BYTES: tl.constexpr = scale_bytes(G.hidden, WIDTH, STORAGE)
+    shared_scales = tl.load(record + SHARED_DOWN + SCALES)
+    routed_scales = tl.load(record + EXPERTS_DOWN + SCALES)
     lane = tl.arange(0, COLUMNS)
     row = row_index()
     count = tl.load(listed + W.distinct_count_at)
@@ -186,10 +200,11 @@ def down(
         for i in tl.range(0, (count + 1) * CHUNKS, num_stages=T.stages):
             entry = i // CHUNKS
             first = (i % CHUNKS) * DEPTH
-            matrix = tl.load(addresses + entry)
-            scales = tl.load(scale_addresses + entry)
+            matrix = address_of(tl.load(addresses + entry), value_type(STORAGE))
+            scaled = tl.load(listed + tl.maximum(entry - 1, 0)).to(tl.int64)
+            scales = tl.where(entry > 0, routed_scales + scaled * SCALE_BYTES, shared_scales)
             own = x + entry * (ROWS * WIDTH)
-            acc = add_chunk(acc, own, WIDTH, rows, matrix, scales, weight_row, first, WIDTH, DEPTH, F.down)
+            acc = add_chunk(acc, own, WIDTH, rows, matrix, scales, weight_row, first, WIDTH, DEPTH, STORAGE, BACKEND)
             if i % CHUNKS == CHUNKS - 1:
                 expert = tl.load(listed + tl.maximum(entry - 1, 0))
                 share = tl.load(weight + row * G.experts + expert, mask=(row < rows) & (entry > 0), other=0.0)

@@ -188,6 +188,8 @@ def run_phase(
     W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """This program's tasks of one phase."""
+    PLAIN: tl.constexpr = F.plain
+    ATTENTION_OUTPUT: tl.constexpr = F.attention_output
     if kind == MIX:
         mix(workspace, record, rows, W, G)
     elif kind == KDA_PROJECT:
@@ -195,15 +197,15 @@ def run_phase(
     elif kind == KDA_DELTA:
         kda_delta(workspace, record, step, rows, VERIFY, W, G)
     elif kind == KDA_OUTPUT:
-        output(workspace, record, rows, G.kda_width, F.plain, W, G, T, BACKEND)
+        output(workspace, record, rows, G.kda_width, PLAIN, W, G, T, BACKEND)
     elif kind == ROUTER:
-        router(workspace, record, rows, W, G, T, F)
+        router(workspace, record, rows, W, G, T, F, BACKEND)
     elif kind == EXPERTS:
         experts(workspace, record, step, rows, W, G, T, F, BACKEND)
     elif kind == DOWN:
         down(workspace, record, rows, FUSED, W, G, T, F, BACKEND)
     elif kind == MLA_PROJECT:
-        mla_project(workspace, record, rows, W, G, T, F)
+        mla_project(workspace, record, rows, W, G, T, F, BACKEND)
     elif kind == MLA_QUERY:
         mla_query(workspace, record, step, rows, VERIFY, TILED, W, G, T, F, BACKEND)
     elif kind == MLA_ABSORB:
@@ -215,9 +217,9 @@ def run_phase(
     elif kind == MLA_MERGE:
         mla_merge(workspace, record, step, rows, VERIFY, W, G, T, BACKEND)
     elif kind == MLA_OUTPUT:
-        output(workspace, record, rows, G.mla_heads * G.v_head_dim, F.attention_output, W, G, T, BACKEND)
+        output(workspace, record, rows, G.mla_heads * G.v_head_dim, ATTENTION_OUTPUT, W, G, T, BACKEND)
     elif kind == DENSE_UP:
-        dense_up(workspace, record, rows, W, G, T, F)
+        dense_up(workspace, record, rows, W, G, T, F, BACKEND)
     elif kind == DENSE_DOWN:
         dense_down(workspace, record, rows, W, G, T, F, BACKEND)
     elif kind == EMBED:

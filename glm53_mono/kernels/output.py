@@ -30,7 +30,7 @@ def write_branch(
     """x W^T, a branch's output, into the streams; x bf16 [rows, K], W [hidden, K] in word WORD."""
     COLUMNS: tl.constexpr = T.output_columns
     DEPTH: tl.constexpr = chunk_depth(WIDE, K, STORAGE)
-    matrix, scales = matrix_in(record, WORD)
+    matrix, scales = matrix_in(record, WORD, STORAGE)
     branch = private(workspace, W.tile, W.tile_bytes, tl.bfloat16)
     lane = tl.arange(0, COLUMNS)
     for tile in range(tl.program_id(0), W.mix_tiles, tl.num_programs(0)):
@@ -39,6 +39,6 @@ def write_branch(
         weight_row = tl.minimum(tile * COLUMNS + folded_columns(COLUMNS), G.hidden - 1)
         acc = zero_tile(COLUMNS)
         for i in tl.range(0, K // DEPTH, num_stages=T.stages):
-            acc = add_chunk(acc, x, K, rows, matrix, scales, weight_row, i * DEPTH, K, DEPTH, STORAGE)
+            acc = add_chunk(acc, x, K, rows, matrix, scales, weight_row, i * DEPTH, K, DEPTH, STORAGE, BACKEND)
         tl.store(branch + row_index()[:, None] * COLUMNS + lane[None, :], unfold(acc, COLUMNS).to(tl.bfloat16))
         update_streams(workspace, tile, rows, fn, streams, post, comb, COLUMNS, W, G, BACKEND)

@@ -13,8 +13,8 @@ from glm53_mono.weights.descriptor import Format
 
 BF16 = device(Format.BF16)
 FP8 = device(Format.FP8)
-BITS = {Format.BF16: 16, Format.FP8: 8, Format.MXFP4: 4}
-"""Of one value."""
+VALUES = {Format.BF16: tl.bfloat16, Format.FP8: tl.float8e4nv, Format.MXFP4: tl.uint8}
+"""As a loop loads them; two of MXFP4 at once."""
 SCALES = tl.constexpr(SCALES_BEHIND)
 NARROW_DEPTH = 512
 """K chunk of narrow values: two products of a pair of FP8 blocks each. Four take 205 of the 227 KB of sm_90."""
@@ -27,9 +27,21 @@ def chunk_depth(depth, columns, stored_as):
 
 
 @triton.constexpr_function
+def value_type(stored_as):
+    """The dtype as which a loop loads values."""
+    return VALUES[stored_as.format]
+
+
+@triton.constexpr_function
+def matrix_items(rows, columns, stored_as):
+    """Items of `value_type` in one matrix of a stack."""
+    return rows * columns // (2 if stored_as.format == Format.MXFP4 else 1)
+
+
+@triton.constexpr_function
 def matrix_bytes(rows, columns, stored_as):
     """Bytes of one matrix of a stack, without its scales."""
-    return rows * columns * BITS[stored_as.format] // 8
+    return matrix_items(rows, columns, stored_as) * VALUES[stored_as.format].primitive_bitwidth // 8
 
 
 @triton.constexpr_function
@@ -41,23 +53,25 @@ def scale_bytes(rows, columns, stored_as):
 
 
 @triton.jit
-def matrix_in(record, word):
-    """Addresses of the matrix that a word of the record holds, and of its scales; int64, the latter 0 for bf16."""
-    return tl.load(record + word), tl.load(record + word + SCALES)
+def matrix_in(record, word, STORAGE: tl.constexpr):
+    """The matrix that a word of the record points to, and its scales' address: int64, 0 for bf16."""
+    return address_of(tl.load(record + word), value_type(STORAGE)), tl.load(record + word + SCALES)
 
 
 @triton.jit
 def add_chunk(
-    acc, x, stride, rows, matrix, scales, row, first, K: tl.constexpr, DEPTH: tl.constexpr, STORAGE: tl.constexpr
-):
-    """As `gemv.add_chunk`; matrix, scales: addresses, as of `matrix_in`. STORAGE: a `Storage`."""
+    acc, x, stride, rows, matrix, scales, row, first, K: tl.constexpr, DEPTH: tl.constexpr, STORAGE: tl.constexpr,
+    BACKEND: tl.constexpr,
+):  # fmt: skip
+    """As `gemv.add_chunk`; matrix, scales: as of `matrix_in`. STORAGE: a `Storage`."""
     if STORAGE.format == BF16:
-        return gemv.add_chunk(acc, x, stride, rows, address_of(matrix, tl.bfloat16), row, first, K, DEPTH)
+        return gemv.add_chunk(acc, x, stride, rows, matrix, row, first, K, DEPTH)
     elif STORAGE.format == FP8:
-        values = address_of(matrix, tl.float8e4nv)
         # an expert's scales may begin at any multiple of four bytes
         block_scales = scales.to(tl.pointer_type(tl.float32))
-        return fp8.add_chunk(acc, x, stride, rows, values, block_scales, row, first, K, DEPTH, STORAGE.layout)
+        return fp8.add_chunk(acc, x, stride, rows, matrix, block_scales, row, first, K, DEPTH, STORAGE.layout, BACKEND)
     else:
-        packed, block_scales = address_of(matrix, tl.uint8), address_of(scales, tl.uint8)
-        return mxfp4.add_chunk(acc, x, stride, rows, packed, block_scales, row, first, K, DEPTH, STORAGE.layout)
+        block_scales = address_of(scales, tl.uint8)
+        return mxfp4.add_chunk(
+            acc, x, stride, rows, matrix, block_scales, row, first, K, DEPTH, STORAGE.layout, BACKEND
+        )

@@ -40,7 +40,12 @@ def moe_phases(layer: int, weights: MoeWeights[Matrix], mix: MhcWeights, next_mi
             Kind.DOWN,
             layer,
             DOWN,
-            {Word.UPDATE_FN: next_mix.fn if next_mix else None},
+            # of the matrices only their scales' addresses are read here
+            {
+                Word.UPDATE_FN: next_mix.fn if next_mix else None,
+                Word.EXPERTS_DOWN: weights.down,
+                Word.SHARED_DOWN: shared.down,
+            },
             streamed=(weights.down,),
         ),
     ]

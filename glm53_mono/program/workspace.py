@@ -142,7 +142,6 @@ def lay_out(geometry: Geometry, tiling: Tiling, phases: int, max_tokens: int) ->
         ("merged", bf16, (rows, g.latent)),
         ("expert_list", i32, (most_experts + 1,)),
         ("down_address", torch.int64, (1 + most_experts,)),
-        ("down_scales", torch.int64, (1 + most_experts,)),
         ("expert_weight", f32, (rows, g.experts)),
     ]
     placed, offset = [], 0

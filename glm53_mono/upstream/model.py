@@ -239,11 +239,12 @@ def _moe(moe: Any, name: str, geometry: Geometry) -> MoeWeights[Matrix]:
     if fused not in (0, 1) or (fused == 0) != (moe.shared_experts is not None):
         raise UpstreamError(f"{name} fuses {fused} shared experts and has shared_experts {moe.shared_experts!r}")
     rows = geometry.experts + fused
+    router = _linear(moe.gate, f"{name}.gate", geometry.experts, hidden)
     up_shape, down_shape = (rows, 2 * width, hidden), (rows, hidden, width)
     gate_up, down = expert_matrices(moe.experts, f"{name}.experts", up_shape, down_shape)
     bias = f"{name}.gate.e_score_correction_bias"
     return MoeWeights(
-        router=_linear(moe.gate, f"{name}.gate", geometry.experts, hidden),
+        router=router,
         bias=expect(moe.gate.e_score_correction_bias, bias, (geometry.experts,), torch.float32, torch.bfloat16),
         gate_up=gate_up,
         down=down,

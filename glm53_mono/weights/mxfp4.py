@@ -24,6 +24,9 @@ SCALE_BIAS = 127
 NOT_A_SCALE = 255
 """E8M0's NaN."""
 
+LARGEST_SCALE = 248
+"""2^121; beside a larger one the kernels' own widening overflows, and so would any sum of such weights."""
+
 
 def matrix(name: str, tensor: Tensor, scales: Tensor | None, layout: Layout = Layout.LINEAR) -> Matrix:
     """Describes a matrix [rows, columns] or a stack [..., rows, columns], without gaps.
@@ -36,7 +39,7 @@ def matrix(name: str, tensor: Tensor, scales: Tensor | None, layout: Layout = La
 
     Raises:
         WeightError: another dtype, gaps between rows, a row that no pairs of blocks fill (a chunk of K is folded),
-            scales that are missing, of another shape or dtype, or NaN.
+            scales that are missing, of another shape or dtype, NaN or beyond `LARGEST_SCALE`.
     """
     if tensor.dtype != torch.uint8:
         raise WeightError(f"{name} is {tensor.dtype}, the step reads its packed values as torch.uint8")
@@ -58,8 +61,14 @@ def matrix(name: str, tensor: Tensor, scales: Tensor | None, layout: Layout = La
     if layout == Layout.SHUFFLED:
         shuffled.check_weights(name, tensor)
         shuffled.check_scales(f"the scales' tensor of {name}", scales)
-    if bool((scales == NOT_A_SCALE).any()):
+    largest = int(scales.max()) if scales.numel() else 0
+    if largest == NOT_A_SCALE:
         raise WeightError(f"the scales of {name} hold the byte {NOT_A_SCALE}, which is NaN")
+    if largest > LARGEST_SCALE:
+        raise WeightError(
+            f"the scales of {name} hold the byte {largest}, 2^{largest - SCALE_BIAS}: at most "
+            f"{LARGEST_SCALE} can be read"
+        )
     checked_address(name, tensor)
     checked_address(f"the scales' tensor of {name}", scales)
     return Matrix(name, tensor, rows, columns, Format.MXFP4, layout, scales)

@@ -22,7 +22,7 @@ def delayed_monokernel(
     input_ids, cache_slots, seq_lens, request_rows, state_slots, track_slots, track_mask, scratch_rows, req_to_token,
     hidden, host_record, rows, tokens, req_to_token_stride, ring_length, first, last, deadline,
     VERIFY: tl.constexpr, TILED: tl.constexpr, FUSED: tl.constexpr, TIMED: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, BACKEND: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, T: tl.constexpr, F: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """`monokernel`, program i of it `delays[i]` nanoseconds late (int64 [programs]); the interpreter has no clock."""
     start = now(BACKEND)
@@ -35,7 +35,7 @@ def delayed_monokernel(
         records, workspace,
         input_ids, cache_slots, seq_lens, request_rows, state_slots, track_slots, track_mask, scratch_rows,
         req_to_token, hidden, host_record, rows, tokens, req_to_token_stride, ring_length, first, last, deadline,
-        VERIFY, TILED, FUSED, TIMED, W, G, T, BACKEND,
+        VERIFY, TILED, FUSED, TIMED, W, G, T, F, BACKEND,
     )  # fmt: skip
 
 

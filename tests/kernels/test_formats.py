@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glm53_mono.geometry import FP8_BLOCK
 from glm53_mono.kernels import dense, fp8, gemv, moe, mxfp4, output, stored
+from glm53_mono.kernels.record import RECORD, SCALES_BEHIND
 from glm53_mono.weights import fp8 as fp8_weights
 from glm53_mono.weights import mxfp4 as mxfp4_weights
 from glm53_mono.weights import shuffled
@@ -91,7 +92,13 @@ TRANSPOSED = "row // BLOCK + (begin + half) // BLOCK * 2"
     ("module", "old", "new", "formats", "pattern"),
     [
         (fp8, SCALE_OF_BLOCK, TRANSPOSED, FP8_CHECKPOINT, DENSE_KDA),
-        (mxfp4, "packed.T", "((packed >> 4) | (packed << 4)).T", QUARK_CHECKPOINT, ONE_KDA),
+        (
+            mxfp4,
+            "tl.join(bytes_of(even), bytes_of(odd))",
+            "tl.join(bytes_of(odd), bytes_of(even))",
+            QUARK_CHECKPOINT,
+            ONE_KDA,
+        ),
     ],
     ids=["FP8 scales transposed", "nibbles swapped"],
 )
@@ -115,48 +122,74 @@ def test_a_wrong_expert_is_found(seed: int, mistake: str, formats: Formats, monk
 
 
 @triton.jit
-def product(x, matrix, scales, out, K: tl.constexpr, COLUMNS: tl.constexpr, STORAGE: tl.constexpr):
-    """One tile of x [8, K] against a whole stored matrix, fp32 [8, COLUMNS]."""
+def product(x, record, out, K: tl.constexpr, COLUMNS: tl.constexpr, STORAGE: tl.constexpr, BACKEND: tl.constexpr):
+    """One tile of x [8, K] against the whole matrix of a record's word 0, fp32 [8, COLUMNS]."""
     acc = gemv.zero_tile(COLUMNS)
     row = gemv.folded_columns(COLUMNS)
-    acc = stored.add_chunk(acc, x, K, 8, tl.load(matrix), tl.load(scales), row, 0, K, K, STORAGE)
+    matrix, scales = stored.matrix_in(record, 0, STORAGE)
+    acc = stored.add_chunk(acc, x, K, 8, matrix, scales, row, 0, K, K, STORAGE, BACKEND)
     tl.store(out + tl.arange(0, 8)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], gemv.unfold(acc, COLUMNS))
 
 
-def stored_columns(values: Tensor, scales: Tensor, kind: Format, columns: int, layout: Layout) -> Tensor:
+def stored_columns(
+    values: Tensor, scales: Tensor, kind: Format, columns: int, layout: Layout, backend: str = "interp"
+) -> Tensor:
     """The weights as the kernel sees them, fp32: each column of K against a row of activations that is 1 there."""
     if layout == Layout.SHUFFLED:
         values = shuffled.shuffled(values)
         scales = scales if kind == Format.FP8 else shuffled.shuffled_scales(scales)
     rows = values.shape[0]
     seen = torch.empty(rows, columns)
-    addresses = [torch.tensor([part.data_ptr()]) for part in (values, scales)]
+    record = torch.zeros(RECORD, dtype=torch.int64)
+    record[0], record[SCALES_BEHIND] = values.data_ptr(), scales.data_ptr()
     for first in range(0, columns, 8):
         x = torch.zeros(8, columns, dtype=torch.bfloat16)
         x[torch.arange(8), first + torch.arange(8)] = 1
         out = torch.empty(8, rows)
-        product[(1,)](x, *addresses, out, columns, rows, Storage(kind, layout))
+        product[(1,)](x, record, out, columns, rows, Storage(kind, layout), backend)
         seen[:, first : first + 8] = out.T
     return seen
 
 
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, one NaN as good as another."""
+    alike = (found.view(torch.int32) == expected.view(torch.int32)) | (found.isnan() & expected.isnan())
+    return bool(alike.all())
+
+
 @LAYOUTS
-def test_every_fp8_value_is_read_as_it_is(layout: Layout) -> None:
-    """All finite bytes, beside a scale that is no power of two."""
-    values = torch.arange(256, dtype=torch.uint8).repeat(128, 1).view(torch.float8_e4m3fn)
-    values.view(torch.uint8)[values.float().isnan()] = 0
-    scales = torch.tensor([[0.7123, 3.1e-5]])
+@pytest.mark.parametrize("backend", ["interp", "hip"])
+def test_every_fp8_value_is_read_as_it_is(layout: Layout, backend: str) -> None:
+    """Each byte in a row of its own, since two of them are NaN, beside scales that are no powers of two."""
+    values = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 256).view(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.7123, 3.1e-5], [1.9e4, 0.011]])
     expected = fp8_weights.dequantised(values, scales)
-    assert torch.equal(stored_columns(values, scales, Format.FP8, 256, layout), expected)
+    found = stored_columns(values, scales, Format.FP8, 256, layout, backend)
+    assert same_bits(found + 0.0, expected + 0.0)
+    assert expected.isnan().any(1).sum() == 2
+    assert not same_bits(found, fp8_weights.dequantised(values, scales.T.contiguous()))
 
 
 @LAYOUTS
 def test_every_mxfp4_value_and_scale_is_read_as_it_is(layout: Layout) -> None:
-    """Every byte beside every scale but 0, which is read as 0, and those above 252, beside which 6 is infinite."""
-    scales = torch.arange(256, dtype=torch.uint8)[:, None].clamp(1, 252).repeat(1, 16)
+    """Every byte beside every scale that is accepted, the smallest, 2^-127, included."""
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].clamp(max=mxfp4_weights.LARGEST_SCALE).repeat(1, 16)
     pairs = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     expected = mxfp4_weights.dequantised(pairs, scales)
-    assert torch.equal(stored_columns(pairs, scales, Format.MXFP4, 512, layout), expected)
+    found = stored_columns(pairs, scales, Format.MXFP4, 512, layout)
+    assert torch.equal(found, expected)
+    assert found[0].count_nonzero() == 512 * 14 // 16
+    swapped = (pairs >> 4) | (pairs << 4)
+    assert not torch.equal(found, mxfp4_weights.dequantised(swapped, scales))
+
+
+@LAYOUTS
+def test_rocm_reads_every_mxfp4_scale_but_the_smallest(layout: Layout) -> None:
+    """`tl.dot_scaled` as the interpreter has it; the scales above 252 make 6 infinite."""
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].clamp(1, 252).repeat(1, 16)
+    pairs = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    found = stored_columns(pairs, scales, Format.MXFP4, 512, layout, "hip")
+    assert torch.equal(found, mxfp4_weights.dequantised(pairs, scales))
 
 
 def test_readers_are_those_that_the_phases_call() -> None:

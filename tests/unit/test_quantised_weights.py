@@ -66,7 +66,11 @@ def test_fp8_that_cannot_be_read_is_named(spoil: Callable[..., Any], says: str) 
         (lambda v, s: (v, None), "down is MXFP4 and has no scales"),
         (lambda v, s: (v, s.T.contiguous()), r"the scales of down are torch.uint8 \[4, 64\]"),
         (lambda v, s: (v, s[:, :0]), r"the scales of down are torch.uint8 \[64, 0\]"),
-        (lambda v, s: (v, s.index_fill(0, torch.tensor([1]), 255)), "the scales of down hold the byte 255"),
+        (
+            lambda v, s: (v, s.index_fill(0, torch.tensor([1]), 255)),
+            "the scales of down hold the byte 255, which is NaN",
+        ),
+        (lambda v, s: (v, s.index_fill(0, torch.tensor([1]), 249)), r"hold the byte 249, 2\^122: at most 248"),
         (lambda v, s: (v[:, :48], s), "down has 96 columns on this rank"),
         (lambda v, s: (v.view(torch.int8), s), "down is torch.int8"),
     ],
