@@ -76,6 +76,14 @@ def quantization_config(weight_format: WeightFormat, text: dict[str, Any]) -> di
     }
 
 
+def format_of_config(text: dict[str, Any]) -> WeightFormat:
+    """The format of a checkpoint with this `text_config`, as `quantization_config` makes one."""
+    config = text.get("quantization_config")
+    if config is None:
+        return WeightFormat.BF16
+    return WeightFormat.MXFP4 if config["quant_method"] == QUARK else WeightFormat.FP8
+
+
 def format_of(name: str, text: dict[str, Any]) -> WeightFormat:
     """The format in which a checkpoint with this `text_config` stores a tensor."""
     config = text.get("quantization_config")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from glm53_mono import __version__
 from glm53_mono.checkpoint.config import model_config
 from glm53_mono.checkpoint.tensors import tensor_table
+from glm53_mono.cli.bench_origin import Progress, provenance
 from glm53_mono.cli.checkpoint import checkpoint_tensors
-from glm53_mono.cli.versions import SOFTWARE, versions_of
 from glm53_mono.geometry import MAX_ROWS, Geometry, GeometryError
 from glm53_mono.isas import ISAS
 from glm53_mono.refusals import DRAFT_REFUSALS, reasons
@@ -35,7 +32,9 @@ if TYPE_CHECKING:
     from glm53_mono.upstream.server import Server
 
 DEFAULT_CONTEXTS = "1024,8192"
-DEFAULT_PREDICTED_ROWS = (1, 2, 4, 8)
+DEFAULT_ROWS = (1, 2, 4, 8)
+"""Where no server says which have graphs."""
+
 DRAFTS = "EAGLE"
 """SGLang's algorithm whose verify steps are measured; NEXTN resolves to it."""
 
@@ -105,6 +104,14 @@ def bench(
             "request, such as the round of `python -m test.e2e.mtp_round` less the step measured here.",
         ),
     ] = None,
+    alone: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Measure the launch by itself, without SGLang: on drawn weights for the config.json of this folder, "
+            "such as MXFP4 on an NVIDIA GPU, which SGLang does not serve there.",
+        ),
+    ] = None,
     predict: Annotated[
         str | None,
         typer.Option(
@@ -139,7 +146,11 @@ def bench(
         for name, value in (("--tp", tp), ("--weights", weights)):
             if value is not None:
                 raise OptionError(f"{name} {value} is for --predict; a server's own arguments stand behind --")
-        report = _run(arguments or [], options)
+        if alone is not None and (arguments or options.drafts_ms):
+            raise OptionError(
+                f"--alone {alone} starts nothing of SGLang's and takes no server arguments and no --drafts-ms"
+            )
+        report = _run(arguments or [], options) if alone is None else _run_alone(alone, options)
     except OptionError as error:
         _refuse(str(error))
     _print(report)
@@ -254,7 +265,21 @@ def drawn_weights(options: Options, server: BenchServer) -> Callable[[], Iterato
         return None
     if not dummy:
         raise OptionError(f"--randomise would overwrite a checkpoint's weights: it needs --load-format {DUMMY}")
-    file = Path(server.model_path) / "config.json"
+    config = drawable_config(Path(server.model_path), ", or use --no-randomise")
+    return lambda: checkpoint_tensors(config, options.seed, "cuda")
+
+
+def drawable_config(folder: Path, otherwise: str = "") -> dict[str, Any]:
+    """The contents of a folder's config.json, which tell the shapes of its weights.
+
+    Args:
+        folder: of a checkpoint.
+        otherwise: what else the user could do, behind "name a folder that ... wrote".
+
+    Raises:
+        OptionError: they do not.
+    """
+    file = folder / "config.json"
     try:
         config = json.loads(file.read_text())
         tensor_table(config)
@@ -262,9 +287,9 @@ def drawn_weights(options: Options, server: BenchServer) -> Callable[[], Iterato
         text = " ".join(str(error).split())
         raise OptionError(
             f"cannot tell the shapes of the weights from {file}: {type(error).__name__}: {text}; "
-            "name a folder that `glm53-mono checkpoint` wrote, or use --no-randomise"
+            f"name a folder that `glm53-mono checkpoint` wrote{otherwise}"
         ) from error
-    return lambda: checkpoint_tensors(config, options.seed, "cuda")
+    return config
 
 
 def _run(arguments: list[str], options: Options) -> Report:
@@ -293,6 +318,37 @@ def _run(arguments: list[str], options: Options) -> Report:
         with torch.no_grad():
             return _measure(bench_runner.start(server, draw, say), server, arms, options, origin, say)
     except (LaunchError, bench_runner.BenchError, UpstreamError) as error:
+        raise OptionError(str(error)) from error
+
+
+def _run_alone(folder: Path, options: Options) -> Report:
+    config = drawable_config(folder)
+    rows = options.rows or DEFAULT_ROWS
+    if max(rows) > MAX_ROWS:
+        raise OptionError(f"--rows {max(rows)} is more than the {MAX_ROWS} rows of the widest step")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OptionError("no GPU is visible: a launch can only be measured on the device that runs it")
+    from glm53_mono.admission import AdmissionError
+    from glm53_mono.cli.bench_alone import Alone, measure_alone
+    from glm53_mono.upstream.bench_runner import BenchError
+    from glm53_mono.weights.descriptor import WeightError
+
+    say = Progress()
+    try:
+        say("drawing the weights")
+        built = Alone.prepare(
+            config,
+            isa="gfx950" if torch.version.hip else "sm_90",
+            requests=max(rows),
+            max_tokens=max(options.contexts),
+            seed=options.seed,
+            device="cuda",
+        )
+        origin = provenance(["--alone", str(folder)], options, f"drawn, {built.launch.formats.described()}")
+        return measure_alone(built, origin, replace(options, rows=rows), say)
+    except (AdmissionError, BenchError, WeightError) as error:
         raise OptionError(str(error)) from error
 
 
@@ -376,47 +432,17 @@ def measures_rows(step: ServedStep, arms: Sequence[str]) -> bool:
     return step.mode == "target_verify" and MONOKERNEL in arms
 
 
-def provenance(arguments: Sequence[str], options: Options, weights: str) -> dict[str, Any]:
-    """Where and with what the numbers came about; `weights` says where those came from."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    versions = {software.module: versions_of(software) for software in SOFTWARE if software.required}
-    return {
-        "device": properties.name,
-        "compute_units": properties.multi_processor_count,
-        "glm53_mono": __version__,
-        "python": platform.python_version(),
-        **{name: found.installed or found.importable for name, found in versions.items()},
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "server_arguments": list(arguments),
-        "weights": weights,
-        "seed": options.seed,
-        "steps": options.steps,
-    }
-
-
-class Progress:
-    """Says on stderr what begins, and when."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
-    def __call__(self, what: str) -> None:
-        """One line, behind the seconds since this was made."""
-        print(f"glm53-mono bench: {time.monotonic() - self._started:6.1f} s: {what}", file=sys.stderr, flush=True)
-
-
 def _predict(device: str, tp_size: int, weights: str, options: Options, arguments: Sequence[str]) -> None:
     from glm53_mono.cli import barrier_model, roofline
+    from glm53_mono.weights.published import CHECKPOINTS
 
     if arguments:
         raise OptionError(f"--predict {device} predicts the published model's steps and takes no server arguments")
     if device not in roofline.DEVICES:
         raise OptionError(f"--predict {device!r} is not one of {', '.join(roofline.DEVICES)}")
-    if weights not in roofline.BITS:
-        raise OptionError(f"--weights {weights!r} is not one of {', '.join(roofline.BITS)}")
-    rows = options.rows or DEFAULT_PREDICTED_ROWS
+    if weights not in CHECKPOINTS:
+        raise OptionError(f"--weights {weights!r} is not one of {', '.join(CHECKPOINTS)}")
+    rows = options.rows or DEFAULT_ROWS
     if max(rows) > MAX_ROWS:
         raise OptionError(f"--rows {max(rows)} is more than the {MAX_ROWS} rows of the widest step")
     try:

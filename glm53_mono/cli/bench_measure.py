@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
+from typing import Protocol
 
 import torch
 
@@ -23,7 +24,6 @@ from glm53_mono.program.launch import Launch
 from glm53_mono.program.phase import Access, Phase
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import write_records
-from glm53_mono.runtime import Runtime
 from glm53_mono.upstream.bench_runner import MONOKERNEL, BenchError, BenchRunner
 from glm53_mono.upstream.running import ServedStep, served_step
 from glm53_mono.upstream.step import attention_backends
@@ -90,8 +90,17 @@ def fill_pools(pools: Pools, geometry: Geometry, generator: torch.Generator) -> 
         pages[:, keys:] = torch.exp2(exponents.float()).view(torch.uint8)
 
 
+class Launching(Protocol):
+    """What launches the kernel and counts that it did: a `Runtime`, or a launch without a server."""
+
+    launch: Launch
+
+    def served(self) -> int:
+        """Launches that have completed on the device."""
+
+
 @contextmanager
-def expect_launches(built: Runtime, steps: int) -> Iterator[None]:
+def expect_launches(built: Launching, steps: int) -> Iterator[None]:
     """Check that the kernel runs so many launches within the block, as the device counts them.
 
     Raises:
@@ -152,14 +161,49 @@ def measure_point(
     if MONOKERNEL in arms:
         replays[MONOKERNEL] = prepared
     with runner.context(MONOKERNEL):
-        tensors, sizes = built.arguments_of(batch)
+        arguments = built.arguments_of(batch)
+    times, launched = measure_launch(built, arguments, replays, weights, geometry, context, steps, phases=phases)
+    return Point(rows, context, times, launched)
+
+
+def measure_launch(
+    built: Launching,
+    step: tuple[StepTensors, StepSizes],
+    replays: Mapping[str, Callable[[], object]],
+    weights: StepWeights,
+    geometry: Geometry,
+    context: int,
+    steps: int,
+    *,
+    phases: bool,
+) -> tuple[dict[str, Timing], Launched]:
+    """Measures a launch by itself, in turn with whole steps.
+
+    Args:
+        built: what launches.
+        step: a decode or verify step.
+        replays: whole steps of the same shape, by arm.
+        weights: of the step; their sizes count.
+        geometry: of the rank.
+        context: tokens that the first row of each request sees, its own included.
+        steps: replays of each.
+        phases: as of `measure_point`.
+
+    Returns:
+        the arms' times, and the launch's.
+
+    Raises:
+        BenchError: launches that did not happen, or one too many.
+    """
+    tensors, sizes = step
+    rows, device = sizes.rows, built.launch.buffer.device
     hidden = torch.empty((rows, geometry.hidden), dtype=torch.bfloat16, device=device)
     distinct = distinct_experts(built.launch, tensors, sizes, hidden)
-    replays[LAUNCH] = graph_of(lambda: built.launch.run(tensors, sizes, hidden))
-    served = (WARM_UPS + steps) * len(replays.keys() & {MONOKERNEL, LAUNCH})
+    everything = {**replays, LAUNCH: graph_of(lambda: built.launch.run(tensors, sizes, hidden))}
+    served = (WARM_UPS + steps) * len(everything.keys() & {MONOKERNEL, LAUNCH})
     with expect_launches(built, served):
-        times = times_of(replays, steps)
-    requests, tokens = rows // step.tokens_per_request, step.tokens_per_request
+        times = times_of(everything, steps)
+    requests, tokens = rows // sizes.tokens, sizes.tokens
     selects = scored_pools(geometry, context + tokens - 1) > 0
     launched = Launched(
         timing=times.pop(LAUNCH),
@@ -169,7 +213,7 @@ def measure_point(
         bytes=step_bytes(geometry, weights, [context] * requests, distinct, tokens),
         phases=phase_times(built.launch, tensors, sizes, hidden, selects=selects) if phases else (),
     )
-    return Point(rows, context, times, launched)
+    return times, launched
 
 
 def measure_rows(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import StrEnum
@@ -59,6 +59,30 @@ def checkpoint_tensors(config: dict[str, Any], seed: int, device: str = "cpu") -
     """
     for spec in tensor_table(config):
         yield spec.name, draw_tensor(spec, seed, device)
+
+
+class DrawnTensors(Mapping[str, "torch.Tensor"]):
+    """A checkpoint's tensors, each drawn when it is asked for: a full-width model would not fit twice.
+
+    Args:
+        table: of the tensors.
+        seed: of the whole checkpoint.
+        device: that draws and holds them.
+    """
+
+    def __init__(self, table: list[TensorSpec], seed: int, device: str) -> None:
+        self._specs = {spec.name: spec for spec in table}
+        self._seed = seed
+        self._device = device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return draw_tensor(self._specs[name], self._seed, self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
 
 
 def draw_tensor(spec: TensorSpec, seed: int, device: str = "cpu") -> torch.Tensor:

@@ -22,8 +22,8 @@ from glm53_mono.kernels.record import Kind
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
 from glm53_mono.weights.descriptor import Matrix
-from glm53_mono.weights.formats import Formats
 from glm53_mono.weights.model import StepWeights, with_matrices
+from glm53_mono.weights.published import CHECKPOINTS
 
 PHASE_US = 6.7
 """Microseconds that a phase of the H200's launch takes beside its bytes, over all phases of a step."""
@@ -75,17 +75,6 @@ ASSUMPTIONS = (
 WHOLE = ("router", "query_latent", "indexer", "decay_down", "gate_down")
 """Parts of matrices' names that every rank holds whole; the others are cut among the ranks."""
 
-PLAIN_BITS = 16.0
-"""Of a bf16 value."""
-
-BITS: Mapping[str, Mapping[str, float]] = {
-    "bf16": {},
-    "fp8": {"attention.query": 8, "attention.output": 8, "attention.indexer": 8, "ffn": 8},
-    "mxfp4": {"attention.query": 8, "attention.output": 8, "attention.indexer": 8, "ffn": 4.25, "dense": 8},
-}
-"""Bits of a value by the beginning of a matrix's name, scales included; 16 where nothing is said, in KDA layers and in
-the router. `dense` is the FFN of a dense layer."""
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -116,7 +105,7 @@ def predict(
         rows: requests of a step.
         contexts: tokens of each request.
         tp_size: ranks.
-        weights: a key of BITS.
+        weights: a key of CHECKPOINTS.
 
     Raises:
         glm53_mono.geometry.GeometryError: sizes that the ranks cannot share.
@@ -124,9 +113,9 @@ def predict(
     geometry = Geometry.from_config(SimpleNamespace(**config["text_config"]), tp_size)
     # shapes of as many experts as a row chooses stand for all: a tensor for each of 288 in 42 layers takes seconds
     few = config | {"text_config": config["text_config"] | {"n_routed_experts": geometry.experts_per_token}}
-    whole = shape_weights(few, shared_fused=False, formats=Formats())
+    whole = shape_weights(few, shared_fused=False, formats=CHECKPOINTS[weights])
     kinds = [phase.kind for phase in step_phases(geometry, whole, Pools.missing(geometry))]
-    rank = _of_rank(whole, geometry, weights)
+    rank = _of_rank(whole, geometry)
     return [_step(device, geometry, rank, kinds, count, context) for count in rows for context in contexts]
 
 
@@ -148,33 +137,21 @@ def _step(
     return Prediction(rows, context, total / 1e9, phases, floor_ms, (low, high))
 
 
-def _of_rank(weights: StepWeights[Matrix], geometry: Geometry, name: str) -> StepWeights[Matrix]:
-    """The weights with as many bytes as one rank holds of them in a format; their shapes mean nothing any more."""
+def _of_rank(weights: StepWeights[Matrix], geometry: Geometry) -> StepWeights[Matrix]:
+    """The weights with as many bytes as one rank holds of them; their shapes mean nothing any more."""
 
     def sized(path: str, matrix: Matrix) -> Matrix:
-        bits = _bits(BITS[name], geometry, path)
         shards = 1 if any(each in path for each in WHOLE) else geometry.tp_size
         stack = matrix.data.shape[0] if matrix.data.dim() == 3 else 1
-        values = matrix.data.numel() // stack
+        size = matrix.bytes // stack
         if stack > 1 and ".ffn." in path:
             stack = geometry.experts
         if path.endswith(".router"):
-            values = geometry.experts * geometry.hidden
-        data = torch.empty((stack, int(values * bits / 8 / shards)), dtype=torch.uint8, device="meta")
-        return replace(matrix, data=data)
+            size = geometry.experts * geometry.hidden * matrix.data.element_size()
+        data = torch.empty((stack, size // shards), dtype=torch.uint8, device="meta")
+        return replace(matrix, data=data, scales=None)
 
     return with_matrices(weights, sized)
-
-
-def _bits(bits: Mapping[str, float], geometry: Geometry, path: str) -> float:
-    """Bits of a value of the matrix at a path such as `layers.3.ffn.down`; the embedding is bf16."""
-    _, _, inside = path.partition("layers.")
-    layer, _, part = inside.partition(".")
-    if not inside or part == "ffn.router" or (part.startswith("attention.") and geometry.is_kda(int(layer))):
-        return PLAIN_BITS
-    if part.startswith("ffn.") and geometry.is_dense(int(layer)) and "dense" in bits:
-        return bits["dense"]
-    return next((found for prefix, found in bits.items() if part.startswith(prefix)), PLAIN_BITS)
 
 
 def table(device: str, predictions: Sequence[Prediction], tp_size: int, weights: str) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +58,17 @@ def from_checkpoint(tensors: Mapping[str, Tensor], geometry: Geometry) -> ModelW
     model = _Reader(tensors, geometry, PREFIX)
     return ModelWeights(
         embedding=model.bf16("embed_tokens.weight", geometry.vocab, geometry.hidden),
-        layers=tuple(_layer(model.within(f"layers.{i}."), i) for i in range(geometry.layers)),
+        layers=tuple(checkpoint_layers(tensors, geometry)),
         norm=model.bf16("norm.weight", geometry.hidden),
         head=_Reader(tensors, geometry, "").bf16("lm_head.weight", geometry.vocab, geometry.hidden),
     )
+
+
+def checkpoint_layers(tensors: Mapping[str, Tensor], geometry: Geometry) -> Iterator[LayerWeights[Tensor]]:
+    """The decoder layers one after another; arguments and errors as of `from_checkpoint`."""
+    model = _Reader(tensors, geometry, PREFIX)
+    for index in range(geometry.layers):
+        yield _layer(model.within(f"layers.{index}."), index)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from glm53_mono.geometry import Geometry
 from glm53_mono.weights.descriptor import Format, Layout, Storage
 from glm53_mono.weights.formats import Formats, kinds
-from glm53_mono.weights.model import with_matrices
+from glm53_mono.weights.model import LayerWeights, with_matrices
 
 _BLOCKS = Storage(Format.FP8)
 _MXFP4 = Storage(Format.MXFP4)
@@ -64,14 +64,17 @@ def held_by_aiter(formats: Formats, geometry: Geometry, *, shared_fused: bool) -
     return replace(formats, **shuffled)
 
 
-def with_storage(weights: Any, formats: Formats, change: Callable[[str, Any, Storage], Any]) -> Any:
+def with_storage(weights: Any, formats: Formats, change: Callable[[str, Any, Storage], Any], name: str = "") -> Any:
     """The same weights, each matrix replaced by what `change` makes of its name, itself and how it is to be stored.
 
     Args:
-        weights: a model's, tensors or matrices.
+        weights: a model's or one layer's, tensors or matrices.
         formats: of the layers' matrices.
+        change: as described.
+        name: of the layer; empty for a whole model.
     """
-    named = {id(matrix): name for layer in weights.layers for name, matrix in kinds(layer)}
+    layers = (weights,) if isinstance(weights, LayerWeights) else weights.layers
+    named = {id(matrix): kind for layer in layers for kind, matrix in kinds(layer)}
     return with_matrices(
-        weights, lambda name, matrix: change(name, matrix, getattr(formats, named.get(id(matrix), "plain")))
+        weights, lambda own, matrix: change(own, matrix, getattr(formats, named.get(id(matrix), "plain"))), name
     )

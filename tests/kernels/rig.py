@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from glm53_mono.checkpoint.config import Scale, checkpoint_geometry, model_config, order_layers
-from glm53_mono.checkpoint.tensors import TensorSpec, tensor_table
-from glm53_mono.cli.checkpoint import draw_tensor
+from glm53_mono.checkpoint.tensors import tensor_table
+from glm53_mono.cli.checkpoint import DrawnTensors
 from glm53_mono.cli.from_reference import pools_of, step_of
 from glm53_mono.geometry import Geometry
 from glm53_mono.program.launch import Launch, Variant
@@ -65,24 +64,6 @@ class Model:
     weights: ModelWeights
     stored: ModelWeights[Matrix] | None = None
     """As the kernels read them, where that is not `weights` in place."""
-
-
-class DrawnTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each drawn when it is asked for: a full-width model would not fit twice."""
-
-    def __init__(self, table: list[TensorSpec], seed: int, device: str) -> None:
-        self._specs = {spec.name: spec for spec in table}
-        self._seed = seed
-        self._device = device
-
-    def __getitem__(self, name: str) -> Tensor:
-        return draw_tensor(self._specs[name], self._seed, self._device)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
 
 
 def random_model(

@@ -229,7 +229,7 @@ def test_the_first_rows_are_a_server_of_fewer_drafts(bench: BenchRunner, served:
 def test_launches_by_rows_are_those_of_fewer_drafts(
     bench: BenchRunner, counted: list[StepSizes], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    weights, requests = step_weights(bench.model, GEOMETRY), 2
+    weights, requests = step_weights(bench.model, GEOMETRY, {}), 2
     bench._arms[MONOKERNEL].graphs.capture_bs = (1, 2)
 
     def measured() -> list[Any]:
@@ -265,7 +265,7 @@ def test_a_run_of_the_bench(
     bench: BenchRunner, counted: list[StepSizes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
 ) -> None:
     """MTP3 at two requests, from the options to the JSON: the step in both arms, and the launches by rows."""
-    weights = step_weights(bench.model, GEOMETRY)
+    weights = step_weights(bench.model, GEOMETRY, {})
     bench._arms[SGLANG].graphs.capture_bs = bench._arms[MONOKERNEL].graphs.capture_bs = (1, 2)
     monkeypatch.setattr(bench_measure, "copy_bandwidth", lambda: 4e12)
     said: list[str] = []

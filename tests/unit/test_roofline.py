@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from glm53_mono.checkpoint.config import model_config
 from glm53_mono.cli.barrier_model import ADDITION_NS, barrier
 from glm53_mono.cli.main import app
-from glm53_mono.cli.roofline import ASSUMPTIONS, BITS, DEVICES, Prediction, distinct_experts, predict
+from glm53_mono.cli.roofline import ASSUMPTIONS, DEVICES, Prediction, distinct_experts, predict
+from glm53_mono.weights.published import CHECKPOINTS
 
 MEASUREMENTS = (Path(__file__).resolve().parents[2] / "docs" / "measurements.md").read_text()
 CONFIG = model_config(45, 32, mtp=False)
@@ -59,10 +60,23 @@ def test_ranks_share_the_bytes_and_add_reductions() -> None:
 
 
 def test_formats_shrink_what_they_store() -> None:
-    sizes = {name: predict(DEVICES["mi355x"], CONFIG, [8], [CONTEXT], 1, name)[0].gigabytes for name in BITS}
+    sizes = {name: predict(DEVICES["mi355x"], CONFIG, [8], [CONTEXT], 1, name)[0].gigabytes for name in CHECKPOINTS}
     # Experts are most of it: half and a quarter of their bytes, and all of what stays bf16.
     assert 0.5 < sizes["fp8"] / sizes["bf16"] < 0.75
     assert 0.3 < sizes["mxfp4"] / sizes["bf16"] < 0.6
+
+
+@pytest.mark.parametrize(("name", "megabytes"), [("fp8", 25.17), ("mxfp4", 13.37)])
+def test_an_expert_has_the_published_size(name: str, megabytes: float) -> None:
+    """More rows read more experts; what else they read is the same in every format."""
+
+    def growth(name: str) -> float:
+        few, many = predict(DEVICES["h200"], CONFIG, [1, 8], [CONTEXT], 1, name)
+        return many.gigabytes - few.gigabytes
+
+    more = 42 * (round(distinct_experts(32, 8, 8)) - 8)
+    plain = 3 * 2048 * 4096 * 2 / 1e6
+    assert plain - 1e3 * (growth("bf16") - growth(name)) / more == pytest.approx(megabytes, rel=1e-3)
 
 
 def test_few_experts_of_shapes_stand_for_all() -> None:
