@@ -1,4 +1,18 @@
-"""Quantised weights at the real widths on a GPU: parts within bounds, and a row's bits whatever the others are."""
+"""Quantised weights at the real widths on a GPU: parts within bounds, and a row's bits whatever the others are.
+
+None of this has run yet. On an H200, in this order:
+
+1. These tests. Values were exact in the interpreter, so a part beyond its bound is due to what the interpreter has not:
+   alignment (`stored.matrix_in`), the pipeline, the registers behind `tl.join`.
+2. Whether bf16 still takes its 10.15 ms: its PTX is that of the commit before FP8.
+3. `glm53-mono bench --phases` beside SGLang's FP8 forward, on `checkpoint --format fp8 --experts 32 --config-only`. A
+   row reads 21.5 GB, experts are 9.5 of them. sm_90's assembly spends 4.2 (tiles of 64 columns) to 5.0 (of 32)
+   instructions a byte and lane; 7.1 are there at 4.2 TB/s, bf16 takes 0.9. A phase far from its floor is short of them:
+   wider tiles for narrow formats come first, since each warp brings the activations in order for its own columns
+   alone; then `stored.NARROW_DEPTH` and stages.
+4. `glm53-mono bench --alone --phases` on MXFP4: 15 (64 columns) to 17 (32) instructions a byte, so its experts cannot
+   reach half of the copy bandwidth. PTX of one's own in `mxfp4.widened` that scales two values at once takes about 9.
+"""
 
 from __future__ import annotations
 

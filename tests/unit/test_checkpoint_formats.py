@@ -85,9 +85,11 @@ def test_sglang_fills_target_and_draft(tmp_path: Path) -> None:
         assert draft["unfilled"] == shared_with_target
         dtypes[kind] = target["dtypes"]
         assert draft["dtypes"]["model.decoder.mlp.experts.w13_weight"] == "torch.float8_e4m3fn"
+        # the name that is read, whatever the checkpoint's own is
+        assert target["dtypes"]["model.layers.3.self_attn.q_b_proj.weight_scale_inv"] == "torch.float32"
     experts = "model.layers.3.mlp.experts.w13_weight"
     assert dtypes[WeightFormat.FP8][experts] == "torch.float8_e4m3fn"
-    assert dtypes[WeightFormat.MXFP4][experts] == "torch.uint8"
+    assert dtypes[WeightFormat.MXFP4][experts] == dtypes[WeightFormat.MXFP4][f"{experts}_scale"] == "torch.uint8"
     assert dtypes[WeightFormat.MXFP4]["model.layers.0.mlp.down_proj.weight"] == "torch.float8_e4m3fn"
     assert dtypes[WeightFormat.MXFP4]["model.layers.0.self_attn.o_proj.weight"] == "torch.bfloat16"
 

@@ -12,9 +12,6 @@ from glm53_mono.weights import fp8, mxfp4, shuffled
 from glm53_mono.weights.descriptor import Layout, WeightError
 from tests.aiter_wheel import function_of
 
-shuffle_weight = function_of("aiter/ops/shuffle.py", "shuffle_weight")
-e8m0_shuffle = function_of("aiter/utility/fp4_utils.py", "e8m0_shuffle")
-
 SHAPES = [(16, 32), (48, 96), (256, 128), (3, 32, 64)]
 SCALE_SHAPES = [(256, 8), (512, 24), (2, 256, 16)]
 
@@ -23,8 +20,14 @@ def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
+def as_sglang_shuffles_weights(values: Tensor) -> Tensor:
+    """A matrix or a stack of them (fp8.py, quark_w4a4_mxfp4_moe.py: process_weights_after_loading)."""
+    return function_of("aiter/ops/shuffle.py", "shuffle_weight")(values, (16, 16))
+
+
 def as_sglang_shuffles_scales(scales: Tensor) -> Tensor:
     """All experts' scales below one another (quark_w4a4_mxfp4_moe.py: process_weights_after_loading)."""
+    e8m0_shuffle = function_of("aiter/utility/fp4_utils.py", "e8m0_shuffle")
     return e8m0_shuffle(scales.flatten(0, -2)).view(scales.shape)
 
 
@@ -32,7 +35,7 @@ def as_sglang_shuffles_scales(scales: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
 def test_weights_lie_as_aiter_lays_them(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = drawn(shape, seed).view(dtype)
-    expected = shuffle_weight(values, (16, 16)).view(torch.uint8)
+    expected = as_sglang_shuffles_weights(values).view(torch.uint8)
     found = shuffled.shuffled(values)
     assert (found.shape, found.dtype) == (values.shape, dtype)
     assert torch.equal(found.view(torch.uint8), expected)
@@ -60,7 +63,7 @@ def scale_place(row: Tensor, column: Tensor, columns: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("place", "order", "shape"),
-    [(weight_place, shuffle_weight, (64, 160)), (scale_place, as_sglang_shuffles_scales, (512, 24))],
+    [(weight_place, as_sglang_shuffles_weights, (64, 160)), (scale_place, as_sglang_shuffles_scales, (512, 24))],
     ids=["weights", "scales"],
 )
 def test_the_formulas_are_aiters_orders(
