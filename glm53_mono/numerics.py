@@ -100,6 +100,17 @@ SGLang dequantises weights itself it rounds them to bf16 (fp8_utils.py: block_qu
 """
 
 
+def beside_rounded_activations(bound: Distance, *products: str) -> Distance:
+    """A part's bound beside a path that rounds the activations of these products on the way: at most their errors' sum.
+
+    Args:
+        bound: of the part where both sides multiply bf16 activations.
+        products: the format of each one's weights, a key of QUANTISED_ACTIVATIONS, or bf16, which adds nothing.
+    """
+    found = [QUANTISED_ACTIVATIONS[name] for name in products if name != "bf16"]
+    return Distance(bound.rel + sum(each.rel for each in found), bound.max_abs + sum(each.max_abs for each in found))
+
+
 def named_bounds() -> dict[str, float]:
     """The bounds as SGLang's `Numerics` wants them: `<launch>.<output>.<metric>`."""
     return {

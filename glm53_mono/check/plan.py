@@ -7,7 +7,9 @@ import math
 from glm53_mono.check.choices import EXPERT_TIE, POOL_TIE
 from glm53_mono.check.comparisons import Comparison
 from glm53_mono.geometry import Geometry
-from glm53_mono.numerics import BOUNDS, Distance
+from glm53_mono.numerics import BOUNDS, Distance, beside_rounded_activations
+from glm53_mono.weights.descriptor import Storage
+from glm53_mono.weights.formats import Formats
 
 SAME_BITS = Distance(0.0, 0.0)
 
@@ -18,10 +20,12 @@ EMBEDDING, FINAL, LAUNCH, FORWARD = "embedding", "final norm", "launch", "whole 
 ATTENTION, FFN = "attention", "ffn"
 
 
-def comparisons(geometry: Geometry, *, verify: bool, whole: bool = False) -> list[Comparison]:
+def comparisons(geometry: Geometry, formats: Formats, *, verify: bool, whole: bool = False) -> list[Comparison]:
     """Every comparison of a step.
 
     Args:
+        geometry: of the rank.
+        formats: of the weights.
         verify: it is a verify step.
         whole: SGLang's whole forward runs too.
 
@@ -31,7 +35,7 @@ def comparisons(geometry: Geometry, *, verify: bool, whole: bool = False) -> lis
     found = [Comparison(-1, EMBEDDING, "streams", SAME_BITS)]
     for layer in range(geometry.layers):
         found += _input(layer, ATTENTION)
-        found += _mla(layer) if layer in geometry.dsa_layers else _kda(layer, verify=verify)
+        found += _mla(layer, formats) if layer in geometry.dsa_layers else _kda(layer, verify=verify)
         found += [Comparison(layer, ATTENTION, "streams", BOUNDS["mhc", "streams"]), *_input(layer, FFN)]
         sparse = not geometry.is_dense(layer)
         if sparse:
@@ -40,7 +44,7 @@ def comparisons(geometry: Geometry, *, verify: bool, whole: bool = False) -> lis
                 Comparison(layer, FFN, "expert weights", BOUNDS["router", "weights"]),
             ]
         found += [
-            Comparison(layer, FFN, "output", BOUNDS["experts" if sparse else "dense", "output"]),
+            Comparison(layer, FFN, "output", _experts_bound(formats) if sparse else _dense_bound(formats)),
             Comparison(layer, FFN, "streams", BOUNDS["mhc", "streams"]),
         ]
     found.append(Comparison(geometry.layers, FINAL, "hidden", BOUNDS["head", "hidden"]))
@@ -92,12 +96,31 @@ def _kda(layer: int, *, verify: bool) -> list[Comparison]:
     return [*regions, Comparison(layer, ATTENTION, "output", BOUNDS["kda", "output"])]
 
 
-def _mla(layer: int) -> list[Comparison]:
+def _beside(bound: Distance, *products: Storage) -> Distance:
+    return beside_rounded_activations(bound, *(storage.format.name.lower() for storage in products))
+
+
+def _dense_bound(formats: Formats) -> Distance:
+    """Gate and up are two factors of what goes down."""
+    return _beside(BOUNDS["dense", "output"], formats.dense_up, formats.dense_up, formats.dense_down)
+
+
+def _experts_bound(formats: Formats) -> Distance:
+    return _beside(BOUNDS["experts", "output"], formats.experts_up, formats.experts_up, formats.down)
+
+
+def _mla(layer: int, formats: Formats) -> list[Comparison]:
+    scores = (formats.latents, formats.index_query, formats.index_key)
+    # the latents of the query and of the keys
+    path = (formats.latents, formats.latents, formats.query, formats.attention_output)
+    pools = _beside(Distance(POOL_TIE, POOL_TIE), *scores)
+    key = _beside(BOUNDS["indexer", "key"], formats.index_key)
+    ring = _beside(BOUNDS["indexer", "ring"], formats.index_key)
     return [
-        Comparison(layer, ATTENTION, "latent", BOUNDS["mla", "latent"]),
-        Comparison(layer, ATTENTION, "ring keys", BOUNDS["indexer", "ring"], per_request=True),
+        Comparison(layer, ATTENTION, "latent", _beside(BOUNDS["mla", "latent"], formats.latents)),
+        Comparison(layer, ATTENTION, "ring keys", ring, per_request=True),
         Comparison(layer, ATTENTION, "ring gates", BOUNDS["indexer", "ring"], per_request=True),
-        Comparison(layer, ATTENTION, "index keys", BOUNDS["indexer", "key"]),
-        Comparison(layer, ATTENTION, "chosen pools", Distance(POOL_TIE, POOL_TIE)),
-        Comparison(layer, ATTENTION, "output", BOUNDS["mla", "output"]),
+        Comparison(layer, ATTENTION, "index keys", key),
+        Comparison(layer, ATTENTION, "chosen pools", pools),
+        Comparison(layer, ATTENTION, "output", _beside(BOUNDS["mla", "output"], *path)),
     ]

@@ -97,7 +97,9 @@ class Check:
         self._verify = launch.variant.verify
         self._device = launch.buffer.device
         self.comparisons = Comparisons(
-            plan.comparisons(geometry, verify=self._verify, whole=settings.keeps_sglang), settings.every, self._device
+            plan.comparisons(geometry, launch.formats, verify=self._verify, whole=settings.keeps_sglang),
+            settings.every,
+            self._device,
         )
         sizes = {layer: bytes_a_layer(geometry, layer, verify=self._verify) for layer in range(geometry.layers)}
         before = sizes if settings.keeps_sglang else {0: max(sizes.values())}

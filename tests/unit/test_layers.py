@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
         *("bindings", "capabilities", "checkpoint", "geometry", "isas", "kernels", "program", "reference"),
         *("refusals", "upstream", "weights"),
     },
-    "check": {"geometry", "kernels", "numerics", "program", "upstream"},
+    "check": {"geometry", "kernels", "numerics", "program", "upstream", "weights"},
     "admission": {"bindings", "isa", "isas", "kernels", "program"},
     "capturing": {"admission", "bindings", "kernels", "program"},
     "runtime": {
