@@ -17,8 +17,8 @@ MOST: Mapping[str, Mapping[str, int]] = {
         "scalar_spills": 160,
         "scratch": 0,
         "shared": LIMITS["gfx950"].shared,
-        "code_bytes": 200_000,
-        "waterfall_loops": 64,
+        "code_bytes": 220_000,
+        "waterfall_loops": 80,
     },
     "sm_90": {
         "registers": 255,
