@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -60,12 +60,14 @@ def checking(served: SglangModel, step: ServedStep, asked: str) -> Iterator[runt
     """The runtime under the check, bound to SGLang's caches; with a program for each tile of output, as on a GPU."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CHECK, asked)
-        patch.setitem(TILINGS, "interp", replace(TILINGS["interp"], programs=8))
-        with built(served, step) as made, forward_context(ForwardContext(attn_backend=served.backend)):
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CHECK, asked)
+            patch.setitem(TILINGS, "interp", replace(TILINGS["interp"], programs=8))
+            made = stack.enter_context(built(served, step))
+        with forward_context(ForwardContext(attn_backend=served.backend)):
             made._bind(attention_backends())
-            yield made
+        yield made
 
 
 @pytest.fixture(scope="module")
