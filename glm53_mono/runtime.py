@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from glm53_mono.fault_watch import HostRecord, Watch
 from glm53_mono.geometry import Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
 from glm53_mono.metrics import StepCounter
+from glm53_mono.observers import ObservedStep, StepObserver
+from glm53_mono.probe.observer import InputProbe, probe_is_wanted
 from glm53_mono.program.launch import BACKENDS, Launch, Variant
 from glm53_mono.program.pools import Pools
 from glm53_mono.program.step import step_phases
@@ -94,9 +97,22 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     admit(launch, context.isa)
     log_placement(launch, context.isa)
     check = Check(launch, settings) if settings is not None else None
-    runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank, check)
+    observers = wanted_observers(geometry, rank, weights.norm.device, longest_context(hf_config))
+    runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank, check, observers)
     runtime.start()
     return runtime
+
+
+def wanted_observers(geometry: Geometry, rank: int, device: torch.device, longest: int) -> tuple[StepObserver, ...]:
+    """The observers that this process's environment asks for; none by default, and then steps cost what they did.
+
+    Args:
+        longest: tokens that a request may have.
+
+    Raises:
+        ValueError: a variable has a value that means nothing.
+    """
+    return (InputProbe(geometry, rank, device, longest),) if probe_is_wanted() else ()
 
 
 class Runtime:
@@ -111,8 +127,10 @@ class Runtime:
         fallbacks: Fallbacks,
         rank: int,
         check: Check | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self._model = model
+        self._observers = tuple(observers)
         # SGLang puts our forward in the place of this one after the build: calling model.forward would come back here
         self._original_forward = model.forward
         self._weights = weights
@@ -185,9 +203,13 @@ class Runtime:
                 f"a {key.forward_mode} step of {key.tokens_per_request} tokens a request was routed to a launch of "
                 f"{self._step.mode} steps of {self._step.tokens_per_request}"
             )
-        tensors, sizes = self.arguments_of(forward_batch)
+        step = self.observed_step(forward_batch)
+        tensors, sizes = bind_step(step.inputs, self._unused, step.pools.ring_length)
+        for observer in self._observers:
+            observer.before(step)
         # a tensor of this forward's own: SGLang may still read the last one's when the next launch runs
         hidden = torch.empty((sizes.rows, self._launch.geometry.hidden), dtype=torch.bfloat16, device=input_ids.device)
+        theirs = None
         if self._check is not None:
             arguments = input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors
             whole = WholeForward(
@@ -198,12 +220,14 @@ class Runtime:
             keeps = self._check.settings.keeps_sglang
             parts = Parts(self._model, positions, forward_batch)
             theirs = self._check.run(parts, tensors, sizes, hidden, whole if keeps else None)
-            if keeps:
-                return theirs
         elif self._launch.variant.backend == "interp":
             self._launch.run_by_phase(tensors, sizes, hidden)
         else:
             self._launch.run(tensors, sizes, hidden)
+        for observer in self._observers:
+            observer.after(step, hidden)
+        if theirs is not None:
+            return theirs
         return upstream.logits(self._model, input_ids, hidden, forward_batch)
 
     @property
@@ -222,9 +246,18 @@ class Runtime:
         Raises:
             UpstreamError: the step is not what was built for, or SGLang holds something that it cannot read.
         """
+        step = self.observed_step(forward_batch)
+        return bind_step(step.inputs, self._unused, step.pools.ring_length)
+
+    def observed_step(self, forward_batch: Any) -> ObservedStep:
+        """A step's inputs and caches; only within SGLang's forward context of that step.
+
+        Raises:
+            UpstreamError: SGLang holds something that a step cannot read.
+        """
         backends = attention_backends()
         pools = self._bind(backends)
-        return bind_step(step_inputs(forward_batch, backends), self._unused, pools.ring_length)
+        return ObservedStep(step_inputs(forward_batch, backends), pools, backends, forward_batch)
 
     def served(self) -> int:
         """Steps whose launches have completed on the device, replays of graphs and SGLang's warm-up runs included."""
@@ -236,10 +269,12 @@ class Runtime:
         return self._fallbacks.by_reason()
 
     def close(self) -> None:
-        """Ends the watching thread."""
+        """Ends the watching thread, and the observers'."""
         self._watch.stop()
         if self._check_watch is not None:
             self._check_watch.stop()
+        for observer in self._observers:
+            observer.close()
 
     def _counts(self) -> str:
         return shown(self.served(), self.fallbacks())

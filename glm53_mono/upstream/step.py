@@ -156,6 +156,39 @@ def step_inputs(forward_batch: Any, backends: Backends) -> StepBindings:
     )
 
 
+@dataclass(frozen=True)
+class PoolPlan:
+    """What SGLang's DSA backend has planned for the index keys of a step (dsa/kpool_plan.py: KPoolWritePlan).
+
+    Attributes:
+        starts: [requests] int32, position of each request's first token in the step.
+        pools: [rows] int32, closed pools that each row sees; None where SGLang plans none, as in a decode step.
+    """
+
+    starts: torch.Tensor
+    pools: torch.Tensor | None
+
+
+def pool_plan(backends: Backends, inputs: StepBindings) -> PoolPlan | None:
+    """SGLang's plan of a step's pools, None where its backend has made none.
+
+    Raises:
+        UpstreamError: a plan of another shape or dtype.
+    """
+    import torch
+
+    plan = backends.sparse.forward_metadata.kpool_write_plan
+    if plan is None:
+        return None
+    pools = plan.pool_seqlens_per_q
+    return PoolPlan(
+        starts=expect(plan.write_start, "KPoolWritePlan.write_start", (inputs.requests,), torch.int32),
+        pools=pools
+        if pools is None
+        else expect(pools, "KPoolWritePlan.pool_seqlens_per_q", (inputs.rows,), torch.int32),
+    )
+
+
 def has_embeds(forward_batch: Any, input_embeds: torch.Tensor | None) -> bool:
     """Whether a step gets its embeddings from the caller instead of its token ids (glm5_next.py: forward)."""
     return input_embeds is not None and not forward_batch.contains_mm_inputs()

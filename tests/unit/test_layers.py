@@ -31,6 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "program": {"geometry", "isas", "kernels", "weights"},
     "fault_watch": {"kernels", "program"},
     "bindings": {"geometry", "kernels", "program", "upstream"},
+    "observers": {"program", "upstream"},
+    "probe": {"geometry", "observers", "upstream"},
     "isa": {
         *("bindings", "capabilities", "checkpoint", "geometry", "isas", "kernels", "program", "reference"),
         *("refusals", "upstream", "weights"),
@@ -40,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "capturing": {"admission", "bindings", "kernels", "program"},
     "runtime": {
         *("admission", "bindings", "capturing", "check", "counters", "fault_watch", "geometry", "kernels", "metrics"),
-        *("program", "upstream", "weights"),
+        *("observers", "probe", "program", "upstream", "weights"),
     },
     "spec": {
         *("capabilities", "geometry", "isas", "numerics", "refusals", "runtime", "upstream", "weights"),

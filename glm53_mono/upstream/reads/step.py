@@ -10,6 +10,7 @@ CONTEXT = "sglang.srt.model_executor.forward_context"
 HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 KDA = "sglang.srt.layers.attention.linear.kda_backend"
 DSA = "sglang.srt.layers.attention.dsa_backend"
+KPOOL_PLAN = "sglang.srt.layers.attention.dsa.kpool_plan"
 MAMBA_METADATA = "sglang.srt.layers.attention.mamba.mamba2_metadata"
 LINEAR_UTILS = "sglang.srt.layers.attention.linear.utils"
 
@@ -86,4 +87,10 @@ STEP_READS = (
     ),
     # the sparse half
     *classes(DSA, "the sparse half", "DeepseekSparseAttnBackend"),
+    *(
+        Read(DSA, "DeepseekSparseAttnBackend", "forward_metadata", Kind.ASSIGNED, "the plan of pools", within=within)
+        for within in ("init_forward_metadata", "init_forward_metadata_out_graph")
+    ),
+    *fields(DSA, "DSAMetadata", "the plan of pools", "kpool_write_plan"),
+    *fields(KPOOL_PLAN, "KPoolWritePlan", "the plan of pools", "write_start", "pool_seqlens_per_q"),
 )
