@@ -26,6 +26,8 @@ COMMANDS = {
     "checkpoint": SubCommand("glm53_mono.cli.checkpoint", "checkpoint"),
     "bench": SubCommand("glm53_mono.cli.bench", "bench"),
     "isa": SubCommand("glm53_mono.cli.isa", "isa"),
+    "diagnose": SubCommand("glm53_mono.cli.diagnose", "diagnose"),
+    "soak": SubCommand("glm53_mono.cli.soak", "soak"),
 }
 """Every sub-command, in the order of the help page."""
 

@@ -80,12 +80,13 @@ def draw(seed: int, vocab: int) -> Plan:
     answers = (TRACK_INTERVAL + 150, TRACK_INTERVAL, 40, 40)
     others = range(CROWD - len(LENGTHS))
     return Plan(
-        forced=tuple(Generation(tokens(n), FORCED_STEPS, tokens(FORCED_STEPS), hidden=True) for n in LENGTHS),
+        forced=tuple(Generation(tokens(n), FORCED_STEPS, forced=tokens(FORCED_STEPS), hidden=True) for n in LENGTHS),
         # they begin sooner and end later
         crowd=tuple(Generation(tokens(30), FORCED_STEPS + 64) for _ in others),
         greedy=tuple(Generation(tokens(n), 128, hidden=True, logprobs=True) for n in (3, 40, 700)),
         passing=tuple(
-            Generation(tokens(n), 40 + n % 50, tokens(40 + n % 50), hidden=True) for n in (10, 300, 33, 520, 4, 77)
+            Generation(tokens(n), 40 + n % 50, forced=tokens(40 + n % 50), hidden=True)
+            for n in (10, 300, 33, 520, 4, 77)
         ),
         aborted=tuple(Generation(tokens(n), 400) for n in (50, 270)),
         turns=tuple((tokens(200 if turn == 0 else 30), tokens(n)) for turn, n in enumerate(answers)),
@@ -109,7 +110,7 @@ def run(server: Server, plan: Plan, *, counts: bool) -> Results:
     turns, history = [], []
     for new, answer in plan.turns:
         history += new
-        turns.append(server.generate(Generation(history, len(answer), answer, hidden=True)))
+        turns.append(server.generate(Generation(history, len(answer), forced=answer, hidden=True)))
         history += answer
     passing = server.generate_in_turn(plan.passing, plan.aborted)
     steps = grown(server.steps(), before) if counts else {}

@@ -1,13 +1,9 @@
-"""SGLang servers of the tests, and requests to them by token ids."""
+"""SGLang servers of the tests, and requests to them whose tokens may be forced."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,16 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 
-START_S = 900.0
-"""Seconds until a server must answer; the first start on a machine compiles SGLang's kernels for minutes."""
+from glm53_mono.client import process
+from glm53_mono.client.http import Answer, Client, ServerError, grown
+from glm53_mono.client.http import Generation as PlainGeneration
 
-REQUEST_S = 600.0
-
-METRICS_LAG_S = 2.5
-"""Seconds after which the metrics hold every step that has run."""
+__all__ = ["COUNTED", "MONOKERNEL", "Answer", "Generation", "Server", "ServerError", "grown", "running"]
 
 SHORTLY_S = 0.1
 """Seconds between requests that follow one another: some tens of steps."""
@@ -48,83 +41,45 @@ PLAIN = (
 MONOKERNEL = ("--monokernel-backend", "amd")
 
 COUNTED = (*MONOKERNEL, "--enable-metrics")
-"""The kernel in a server whose steps `Server.steps` counts."""
+"""The kernel in a server whose steps `Client.steps` counts."""
 
 FORCED = json.dumps({"callable": b"cforced_tokens\nForced\n.".hex()})
 """`forced_tokens.Forced` as a server takes it: a pickled reference (sampling/custom_logit_processor.py: from_str)."""
 
 
-class ServerError(RuntimeError):
-    """A server that did not start; the message ends with its last lines."""
-
-
 @dataclass(frozen=True)
-class Generation:
-    """One request.
+class Generation(PlainGeneration):
+    """One request; no end-of-sequence token ends it.
 
     Attributes:
-        prompt: token ids.
-        tokens: to generate; no end-of-sequence token ends it sooner.
         forced: the tokens to generate, whatever the logits say.
-        hidden: the hidden states to return: True for all, "last" for the last one.
-        logprobs: whether to return the log-probabilities of the chosen token and the two likeliest.
     """
 
-    prompt: Sequence[int]
-    tokens: int
     forced: Sequence[int] | None = None
-    hidden: bool | str = False
-    logprobs: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """See `glm53_mono.client.http.Generation`."""
+        body = super().body()
+        if self.forced is not None:
+            body["sampling_params"]["custom_params"] = {"forced_tokens": list(self.forced)}
+            body["custom_logit_processor"] = FORCED
+        return body
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a server returned.
+class Server(Client):
+    """A server of the tests.
 
     Attributes:
-        tokens: generated ids.
-        cached: prompt tokens that came from the prefix cache.
-        hidden: hidden states as the server sent them.
-        logprobs: of each generated token, as chosen; empty if not asked for.
-        top_gaps: how far apart the two likeliest were at each token, in log-probability; empty likewise.
-        verify_steps: steps that checked drafts for this answer; 0 where the server does not draft.
+        log_file: what it prints.
     """
 
-    tokens: list[int]
-    cached: int
-    hidden: list[Any]
-    logprobs: list[float]
-    top_gaps: list[float]
-    verify_steps: int
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server that answers."""
-
-    url: str
-    log_file: Path
+    log_file: Path = Path()
 
     @property
     def log(self) -> str:
         """Everything it has printed."""
         return self.log_file.read_text(errors="replace")
-
-    def generate(self, generation: Generation) -> Answer:
-        """Send one request and wait for its answer."""
-        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": generation.tokens, "ignore_eos": True}
-        body: dict[str, Any] = {"input_ids": list(generation.prompt), "sampling_params": sampling}
-        if generation.forced is not None:
-            sampling["custom_params"] = {"forced_tokens": list(generation.forced)}
-            body["custom_logit_processor"] = FORCED
-        if generation.hidden:
-            body["return_hidden_states"] = generation.hidden
-        if generation.logprobs:
-            body |= {"return_logprob": True, "top_logprobs_num": 2}
-        response = requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
-        if not response.ok:
-            raise ServerError(f"{response.status_code}: {response.text[:500]}")
-        return _answer(response.json())
 
     def generate_in_turn(self, generations: Sequence[Generation], aborted: Sequence[Generation]) -> list[Answer]:
         """Send requests one shortly after another, so that each joins a running batch; some are aborted on the way.
@@ -137,54 +92,21 @@ class Server:
             time.sleep(place * SHORTLY_S)
             if place < len(generations):
                 return self.generate(generations[place])
-            return self._abort(aborted[place - len(generations)], f"aborted-{place}")
+            return self.abort(aborted[place - len(generations)], f"aborted-{place}")
 
         count = len(generations) + len(aborted)
         with ThreadPoolExecutor(count) as pool:
             answers = list(pool.map(later, range(count)))
         return [answer for answer in answers[: len(generations)] if answer is not None]
 
-    def _abort(self, generation: Generation, request_id: str) -> None:
-        """Send a request, and end it while it decodes."""
-        sampling = {"temperature": 0, "max_new_tokens": generation.tokens, "ignore_eos": True}
-        body = {"input_ids": list(generation.prompt), "sampling_params": sampling, "rid": request_id, "stream": True}
-        with requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_S, stream=True) as response:
-            pieces = response.iter_lines()
-            for _ in range(2):
-                next(pieces)
-            requests.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=REQUEST_S).raise_for_status()
-            if len(list(pieces)) > generation.tokens:
-                raise ServerError(f"{request_id} went on to its end")
 
-    def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-        """Log-probabilities of an answer's tokens, computed by prefill, which is SGLang's own forward in every arm."""
-        body = {
-            "input_ids": [*prompt, *answer],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
-            "return_logprob": True,
-            "logprob_start_len": len(prompt) - 1,
-        }
-        response = requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
-        if not response.ok:
-            raise ServerError(f"{response.status_code}: {response.text[:500]}")
-        entries = response.json()["meta_info"]["input_token_logprobs"]
-        return [entry[0] for entry in entries[-len(answer) :]]
+def command_of(model: Path, *arguments: str) -> list[str]:
+    """What starts a server of `model`.
 
-    def steps(self) -> dict[tuple[str, str], int]:
-        """Steps so far by path and reason, from the server's metrics (`--enable-metrics`), which lag by a second."""
-        time.sleep(METRICS_LAG_S)
-        text = requests.get(f"{self.url}/metrics", timeout=REQUEST_S).text
-        found: dict[tuple[str, str], int] = {}
-        for labels, count in re.findall(r"^glm53_mono_steps_total\{(.*)\} (\S+)$", text, re.MULTILINE):
-            label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            key = label["path"], label["reason"]
-            found[key] = found.get(key, 0) + int(float(count))
-        return found
-
-    def generate_together(self, generations: Sequence[Generation]) -> list[Answer]:
-        """Send requests at once; SGLang runs them in one batch as they come."""
-        with ThreadPoolExecutor(len(generations)) as pool:
-            return list(pool.map(self.generate, generations))
+    Args:
+        arguments: beside `PLAIN`.
+    """
+    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *PLAIN, *arguments]
 
 
 def drafting(steps: int) -> tuple[str, ...]:
@@ -204,80 +126,10 @@ def running(
         environment: variables beside this process's.
 
     Raises:
-        ServerError: it ended, or did not answer in `START_S`.
+        ServerError: it ended, or did not answer in `process.START_S`.
     """
-    port = _free_port()
     # not our folder itself: a server must find the plugin as it is installed
     path = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-    with log_file.open("w") as log:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", *PLAIN, *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)} | dict(environment or {}),
-            cwd=log_file.parent,
-            start_new_session=True,
-        )
-    try:
-        server = Server(f"http://127.0.0.1:{port}", log_file)
-        _wait_until_it_answers(process, server)
-        yield server
-    finally:
-        _stop(process)
-
-
-def grown(after: dict[tuple[str, str], int], before: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """The counts that have changed, by how much."""
-    return {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
-
-
-def _answer(reply: dict[str, Any]) -> Answer:
-    meta = reply["meta_info"]
-    tops = meta.get("output_top_logprobs") or []
-    return Answer(
-        tokens=reply["output_ids"],
-        cached=meta["cached_tokens"],
-        hidden=meta.get("hidden_states") or [],
-        logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or []],
-        top_gaps=[first[0] - second[0] for first, second, *_ in tops],
-        verify_steps=meta.get("spec_verify_ct", 0),
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait_until_it_answers(process: subprocess.Popen[bytes], server: Server) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerError(f"the server ended with status {process.returncode}:\n{_last_lines(server)}")
-        try:
-            if requests.get(f"{server.url}/health", timeout=5).ok:
-                return
-        except (requests.ConnectionError, requests.Timeout):
-            pass
-        time.sleep(1)
-    raise ServerError(f"the server does not answer after {START_S:g} s:\n{_last_lines(server)}")
-
-
-def _last_lines(server: Server) -> str:
-    return "\n".join(server.log.splitlines()[-30:])
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and its workers, which share a process group of their own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+    variables = {"PYTHONPATH": path.rstrip(os.pathsep)} | dict(environment or {})
+    with process.running(command_of(model, *arguments), log_file, environment=variables) as started:
+        yield Server(started.client.url, log_file=log_file)

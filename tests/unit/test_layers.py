@@ -33,6 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "bindings": {"geometry", "kernels", "program", "upstream"},
     "observers": {"program", "upstream"},
     "probe": {"geometry", "observers", "upstream"},
+    "client": {"metrics"},
+    "quality": {"checkpoint"},
+    "diagnose": {"check", "client", "probe", "quality"},
+    "soak": {"client", "quality"},
     "isa": {
         *("bindings", "capabilities", "checkpoint", "geometry", "isas", "kernels", "program", "reference"),
         *("refusals", "upstream", "weights"),
