@@ -101,6 +101,7 @@ JOBS = {
     "speed": Job(tests("test/e2e/test_mtp_speed.py")),
     "forced": Job(tests("test/e2e/test_forced_steps.py")),
     "check": Job(tests("test/e2e/test_check.py")),
+    "quality": Job(tests("test/e2e/test_glm53_flash_quality.py")),
     "bench": Job(bench),
 }
 
