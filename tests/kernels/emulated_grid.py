@@ -91,13 +91,19 @@ class Grid:
             self.memory[RECORDS + phase * RECORD + int(Word.KIND)] = int(kind)
         self._left = [0] * len(self.kinds)
         kernel = self._kernel()
-        self._run_all(
-            lambda: kernel(
-                Address(RECORDS), None, *[None] * 9, None, Address(HOST), self.rows, *[None] * 3, 0,
-                len(self.kinds), DEADLINE * self.programs, False, False, False, False,
-                SimpleNamespace(words=0), None, SimpleNamespace(chiplets=self.chiplets), "emulated",
-            )
-        )  # fmt: skip
+        arguments = dict.fromkeys(inspect.signature(kernel).parameters) | {
+            "records": Address(RECORDS),
+            "host_record": Address(HOST),
+            "rows": self.rows,
+            "first": 0,
+            "last": len(self.kinds),
+            "deadline": DEADLINE * self.programs,
+            "W": SimpleNamespace(words=0),
+            "G": SimpleNamespace(tp_size=1),
+            "T": SimpleNamespace(chiplets=self.chiplets),
+            "BACKEND": "emulated",
+        }
+        self._run_all(lambda: kernel(**arguments))
 
     def roll_call(self, source: str = ROLL_CALL) -> list[int]:
         """Runs `kernels/roll_call.py`, or a wrong one: how many programs each of them saw."""
