@@ -7,9 +7,10 @@ from glm53_mono.refusals import Refusal
 
 NOT_YET_BUILT: tuple[Refusal, ...] = (
     Refusal(
-        "tensor parallelism",
-        lambda s: s.arguments.tp_size > 1 and s.arguments.tp_size,
-        f"glm53_mono {__version__} has no reduction between ranks: serve with --tp-size 1 instead of {{found}}",
+        "ranks of quantised weights",
+        lambda s: s.arguments.tp_size > 1 and s.quantization not in (None, "unquant") and s.arguments.tp_size,
+        f"glm53_mono {__version__} shares bf16 weights alone among ranks: serve with --tp-size 1 instead of {{found}}, "
+        "or a bf16 checkpoint",
     ),
     Refusal(
         "AITER bf16 layout",

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from glm53_mono.kernels import sync
+from glm53_mono.kernels.peers import PEER_QUARTERS
 from glm53_mono.program.phase import Phase
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,20 @@ class Fault:
     Attributes:
         program: of the launch's grid, the one that waited.
         phase: the phase it was about to start.
-        expected: arrivals that it waited for, of all phases before.
-        seen: arrivals that had come.
+        expected: arrivals that it waited for, of all phases before; from a peer, the number of the reduce.
+        seen: arrivals that had come; from a peer, the last reduce that it has left its rows for.
+        peer: the rank whose flag did not come; None where a program of the own grid did not arrive.
     """
 
     program: int
     phase: int
     expected: int
     seen: int
+    peer: int | None = None
+
+
+class LaunchFault(RuntimeError):
+    """A launch of this process has recorded a fault, so no other one may start; the message is the fault's line."""
 
 
 class HostRecord:
@@ -57,17 +64,21 @@ class HostRecord:
         self._tensor = record
         self._words = record.numpy()
         self._served = self._words[sync.SERVED.value : sync.SERVED.value + 2].view(np.int64)
+        self._epochs = self._words[sync.FAULT_EPOCHS.value : sync.FAULT_EPOCHS.value + 4].view(np.int64)
 
     def fault(self) -> Fault | None:
         """The fault that a launch has recorded, if one has."""
         words = self._words
         if not words[sync.FAULT_FLAG.value]:
             return None
+        of_peer = words[sync.FAULT_PEER.value] > 0
+        counts = self._epochs if of_peer else words[[sync.FAULT_EXPECTED.value, sync.FAULT_SEEN.value]]
         return Fault(
             program=int(words[sync.FAULT_PROGRAM.value]),
             phase=int(words[sync.FAULT_PHASE.value]),
-            expected=int(words[sync.FAULT_EXPECTED.value]),
-            seen=int(words[sync.FAULT_SEEN.value]),
+            expected=int(counts[0]),
+            seen=int(counts[1]),
+            peer=int(words[sync.FAULT_PEER.value]) - 1 if of_peer else None,
         )
 
     def served(self) -> int:
@@ -121,11 +132,18 @@ class Watch:
     def sentence(self, fault: Fault) -> str:
         """What a fault means."""
         kind, layer = self._names[fault.phase]
-        missing = fault.expected - fault.seen
+        if fault.peer is None:
+            waited, missing = self._deadline_s, fault.expected - fault.seen
+            what = f"{fault.seen} of {fault.expected} arrivals, {missing} missing"
+        else:
+            waited = self._deadline_s * PEER_QUARTERS.value / 4
+            what = (
+                f"rank {fault.peer} has not left its rows of reduce {fault.expected}, the last that it left are those "
+                f"of reduce {fault.seen}"
+            )
         return (
-            f"glm53_mono: rank {self._rank}, program {fault.program} waited {self._deadline_s:g} s before phase "
-            f"{fault.phase} ({kind} of layer {layer}): {fault.seen} of {fault.expected} arrivals, {missing} missing; "
-            "it now faults the GPU at address 0"
+            f"glm53_mono: rank {self._rank}, program {fault.program} waited {waited:g} s before phase "
+            f"{fault.phase} ({kind} of layer {layer}): {what}; it now faults the GPU at address 0"
         )
 
     def _run(self) -> None:

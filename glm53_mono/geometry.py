@@ -229,6 +229,11 @@ class Geometry:
         padded = -(-self.vocab // VOCAB_PADDING) * VOCAB_PADDING
         return padded // self.tp_size
 
+    def owned_tokens(self, rank: int) -> tuple[int, int]:
+        """The first token whose embedding row a rank holds, and the one behind the last; a rank may hold none."""
+        first = rank * self.vocab_shard
+        return min(first, self.vocab), min(first + self.vocab_shard, self.vocab)
+
 
 def _field(text: Any, name: str) -> Any:
     return getattr(text, name, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from glm53_mono.admission import admit, log_placement
 from glm53_mono.bindings import Unused, bind_pools, bind_step, check_context, empty_step
 from glm53_mono.capturing import settle
 from glm53_mono.check import watch as check_watch
-from glm53_mono.check.settings import Settings
+from glm53_mono.check.settings import CHECK, Settings
 from glm53_mono.check.step import Check, WholeForward
 from glm53_mono.counters import Fallbacks, shown
-from glm53_mono.fault_watch import HostRecord, Watch
+from glm53_mono.exchange import SharedBuffers, exchange_buffers, give_up
+from glm53_mono.fault_watch import HostRecord, LaunchFault, Watch
 from glm53_mono.geometry import Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
 from glm53_mono.metrics import StepCounter
@@ -62,11 +64,35 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     Raises:
         UpstreamError, WeightError: a weight that the kernels cannot read.
         AdmissionError: a kernel that could not run as a whole on this GPU.
+        ExchangeError: another rank could not be built.
         ValueError: the environment asks for a check that means nothing, or that cannot be made.
     """
     settings = Settings.asked(os.environ)
     rank, ranks = upstream.tensor_parallel_rank()
     geometry = Geometry.from_config(hf_config, ranks)
+    try:
+        if settings is not None and ranks > 1:
+            raise ValueError(f"{CHECK} compares whole parts, and a rank has shares: unset it, or serve with --tp 1")
+        weights, launch, step = _prepared(model, hf_config, geometry, context)
+    except Exception as error:
+        if ranks > 1:
+            give_up(str(error), upstream.gather_from_ranks)
+        raise
+    buffers = None
+    if launch.symmetric is not None:
+        buffers = exchange_buffers(launch.symmetric, rank, upstream.gather_from_ranks)
+        launch.bind(step_phases(geometry, weights, Pools.missing(geometry), buffers.peers))
+    check = Check(launch, settings) if settings is not None else None
+    observers = wanted_observers(geometry, rank, weights.norm.device, longest_context(hf_config))
+    runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank, check, observers, buffers)
+    runtime.start()
+    return runtime
+
+
+def _prepared(
+    model: Any, hf_config: Any, geometry: Geometry, context: BuildContext
+) -> tuple[StepWeights[Matrix], Launch, ServedStep]:
+    """What a rank builds by itself."""
     copies: Copies = {}
     weights = upstream.step_weights(model, geometry, copies)
     context.copies.update(copies)
@@ -96,11 +122,7 @@ def build(model: Any, hf_config: Any, context: BuildContext) -> Runtime:
     )
     admit(launch, context.isa)
     log_placement(launch, context.isa)
-    check = Check(launch, settings) if settings is not None else None
-    observers = wanted_observers(geometry, rank, weights.norm.device, longest_context(hf_config))
-    runtime = Runtime(model, weights, launch, step, Fallbacks(step, context.widths), rank, check, observers)
-    runtime.start()
-    return runtime
+    return weights, launch, step
 
 
 def wanted_observers(geometry: Geometry, rank: int, device: torch.device, longest: int) -> tuple[StepObserver, ...]:
@@ -128,6 +150,7 @@ class Runtime:
         rank: int,
         check: Check | None = None,
         observers: Sequence[StepObserver] = (),
+        buffers: SharedBuffers | None = None,
     ) -> None:
         self._model = model
         self._observers = tuple(observers)
@@ -138,6 +161,10 @@ class Runtime:
         self._step = step
         self._fallbacks = fallbacks
         self._rank = rank
+        self._buffers = buffers
+        if buffers is not None:
+            # SGLang ends its processes without telling us
+            weakref.finalize(self, buffers.close)
         self._unused = Unused.on(launch.buffer.device)
         self._record = HostRecord(launch.host_record)
         self._counter = StepCounter(rank) if metrics_are_on(rank) else None
@@ -158,9 +185,10 @@ class Runtime:
             self._check_watch.start()
         launch = self._launch
         logger.info(
-            "glm53_mono: active (rank %d, %s, %s steps x %d tokens, %d phases, %d programs x %d warps, "
+            "glm53_mono: active (rank %d of %d, %s, %s steps x %d tokens, %d phases, %d programs x %d warps, "
             "%s launch, workspace %.1f MiB for contexts of %d tokens, shared expert %s, index keys %s)",
             self._rank,
+            launch.geometry.tp_size,
             launch.variant.backend,
             self._step.mode,
             self._step.tokens_per_request,
@@ -188,7 +216,11 @@ class Runtime:
 
         Raises:
             UpstreamError: the step is not what was built for, or SGLang holds something that it cannot read.
+            LaunchFault: an earlier launch's wait has ended in vain.
         """
+        fault = self._record.fault()
+        if fault is not None:
+            raise LaunchFault(self._watch.sentence(fault))
         if has_embeds(forward_batch, input_embeds):
             self._fallbacks.count(EMBEDS)
             return self._original_forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
@@ -269,12 +301,14 @@ class Runtime:
         return self._fallbacks.by_reason()
 
     def close(self) -> None:
-        """Ends the watching thread, and the observers'."""
+        """Ends the watching threads, and unmaps the other ranks' buffers; no step may run any more."""
         self._watch.stop()
         if self._check_watch is not None:
             self._check_watch.stop()
         for observer in self._observers:
             observer.close()
+        if self._buffers is not None:
+            self._buffers.close()
 
     def _counts(self) -> str:
         return shown(self.served(), self.fallbacks())
@@ -306,7 +340,8 @@ class Runtime:
         geometry = self._launch.geometry
         pools = bind_pools(backends, geometry, self._step)
         check_context(backends, self._launch.workspace, geometry)
-        self._launch.bind(step_phases(geometry, self._weights, pools))
+        peers = None if self._buffers is None else self._buffers.peers
+        self._launch.bind(step_phases(geometry, self._weights, pools, peers))
         if self._check is not None:
             self._check.bind(pools, self._step.tokens_per_request)
         self._bound = backends, pools

@@ -15,6 +15,7 @@ from glm53_mono.kernels.gemv import folded_columns, pair_row, row_index, split_p
 from glm53_mono.kernels.memory import address_of, pointer, private, region
 from glm53_mono.kernels.mhc import next_fn, stream_row, update_streams
 from glm53_mono.kernels.numerics import bf16, clamped_swiglu, sigmoid
+from glm53_mono.kernels.peers import leave_partial
 from glm53_mono.kernels.record import Word, device
 from glm53_mono.kernels.stored import (
     SCALES,
@@ -172,7 +173,8 @@ def down(
 
     Apart (FUSED false): f = bf16(bf16(scale * sum_e bf16(w_e d_e)) + bf16(d_shared)); fused, the shared expert is one
     more summand of weight 1 / scale, as SGLang runs it (MODEL_MATH 4.3). The list of experts, their addresses and
-    weights are those that this program's `route` left in its own regions a phase before.
+    weights are those that this program's `route` left in its own regions a phase before. With several ranks f is this
+    rank's part, and is left for the reduce phase that follows.
     """
     x = region(workspace, W.expert_wide, tl.bfloat16)
     listed = private(workspace, W.expert_list, W.expert_list_bytes, tl.int32)
@@ -191,8 +193,9 @@ def down(
     row = row_index()
     count = tl.load(listed + W.distinct_count_at)
     for tile in range(tl.program_id(0), W.mix_tiles, tl.num_programs(0)):
-        fn = next_fn(record, tile * COLUMNS, COLUMNS, G)
-        streams, post, comb = stream_row(workspace, tile, 0, rows, COLUMNS, W, G)
+        if G.tp_size == 1:
+            fn = next_fn(record, tile * COLUMNS, COLUMNS, G)
+            streams, post, comb = stream_row(workspace, tile, 0, rows, COLUMNS, W, G)
         weight_row = tl.minimum(tile * COLUMNS + folded_columns(COLUMNS), G.hidden - 1)
         acc = zero_tile(COLUMNS)
         shared = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -216,5 +219,8 @@ def down(
             f = G.routed_scale * (routed + bf16(shared * (1.0 / G.routed_scale)))
         else:
             f = bf16(G.routed_scale * routed) + bf16(shared)
-        tl.store(branch + row[:, None] * COLUMNS + lane[None, :], f.to(tl.bfloat16))
-        update_streams(workspace, tile, rows, fn, streams, post, comb, COLUMNS, W, G, BACKEND)
+        if G.tp_size == 1:
+            tl.store(branch + row[:, None] * COLUMNS + lane[None, :], f.to(tl.bfloat16))
+            update_streams(workspace, tile, rows, fn, streams, post, comb, COLUMNS, W, G, BACKEND)
+        else:
+            leave_partial(record, tile, rows, f, COLUMNS, W, G)

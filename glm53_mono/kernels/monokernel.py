@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from glm53_mono.kernels.dense import dense_down, dense_up
-from glm53_mono.kernels.embed import embed
+from glm53_mono.kernels.embed import embed, embed_own_rows
 from glm53_mono.kernels.head import head
 from glm53_mono.kernels.indexer import must_select, select
 from glm53_mono.kernels.kda import kda_delta, kda_project
@@ -18,7 +18,9 @@ from glm53_mono.kernels.mhc import mix
 from glm53_mono.kernels.mla import mla_absorb, mla_attend, mla_merge, mla_project, mla_query
 from glm53_mono.kernels.moe import down, experts, router
 from glm53_mono.kernels.output import output
+from glm53_mono.kernels.peers import raise_flags, wait_for_peers
 from glm53_mono.kernels.record import RECORD, Kind, Word, device
+from glm53_mono.kernels.reduce import reduce_branch, reduce_embedding
 from glm53_mono.kernels.sync import ALONE, arrive, leave, next_due, now, wait
 
 WORDS_OF_RECORD = tl.constexpr(RECORD)
@@ -41,6 +43,8 @@ MLA_ATTEND = device(Kind.MLA_ATTEND)
 MLA_MERGE = device(Kind.MLA_MERGE)
 MLA_OUTPUT = device(Kind.MLA_OUTPUT)
 HEAD = device(Kind.HEAD)
+REDUCE = device(Kind.REDUCE)
+REDUCE_EMBEDDING = device(Kind.REDUCE_EMBEDDING)
 
 
 class StepTensors(NamedTuple):
@@ -160,8 +164,14 @@ def monokernel(
         record = records + phase * WORDS_OF_RECORD
         kind = tl.load(record + KIND)
         if (kind != MLA_SELECT) | selecting:
-            if expected > 0:
-                wait(words, host_record, phase, role, expected, now(BACKEND) + deadline, T.chiplets, BACKEND)
+            awaited = expected
+            if G.tp_size > 1:
+                if adds_partials(kind):
+                    # the rows that this program adds up were left by itself and its namesakes alone
+                    awaited = 0
+                    wait_for_peers(record, host_record, phase, deadline, W, G, BACKEND)
+            if awaited > 0:
+                wait(words, host_record, phase, role, awaited, now(BACKEND) + deadline, T.chiplets, BACKEND)
             if TIMED:
                 if tl.program_id(0) == 0:
                     tl.store(region(workspace, W.clock, tl.int64) + phase, now(BACKEND))
@@ -170,6 +180,10 @@ def monokernel(
             arrivals = tl.num_programs(0)
             if kind == MIX:
                 arrivals = tl.minimum(rows, arrivals)
+            if G.tp_size > 1:
+                if leaves_partials(kind):
+                    arrivals = 0
+                    raise_flags(record, W, G, BACKEND)
             expected += arrivals
             due = next_due(due, arrivals, T.chiplets)
             role = ALONE
@@ -223,6 +237,28 @@ def run_phase(
     elif kind == DENSE_DOWN:
         dense_down(workspace, record, rows, W, G, T, F, BACKEND)
     elif kind == EMBED:
-        embed(workspace, record, step.input_ids, rows, W, G, T)
+        if G.tp_size == 1:
+            embed(workspace, record, step.input_ids, rows, W, G, T)
+        else:
+            embed_own_rows(record, step.input_ids, rows, W, G, T)
+    elif G.tp_size == 1:
+        head(workspace, record, hidden, rows, W, G)
+    elif kind == REDUCE:
+        reduce_branch(workspace, record, rows, W, G, T, BACKEND)
+    elif kind == REDUCE_EMBEDDING:
+        reduce_embedding(workspace, record, rows, W, G, T, BACKEND)
     else:
         head(workspace, record, hidden, rows, W, G)
+
+
+@triton.jit
+def leaves_partials(kind):
+    """Whether a phase leaves its output for the reduce that follows, where several ranks have a share of it."""
+    attention = (kind == KDA_OUTPUT) | (kind == MLA_OUTPUT)
+    return attention | (kind == DOWN) | (kind == DENSE_DOWN) | (kind == EMBED)
+
+
+@triton.jit
+def adds_partials(kind):
+    """Whether a phase adds up what all ranks left in the phase before."""
+    return (kind == REDUCE) | (kind == REDUCE_EMBEDDING)

@@ -1,7 +1,7 @@
 """The words of a phase record: what the builder writes and the kernel reads, named once.
 
-A record is RECORD int64 words. The first two are common, UPDATE_FN is there for phases that update the streams; the
-rest belongs to one kind of phase.
+A record is RECORD int64 words. The first two are common, UPDATE_FN is there for phases that update the streams, PEERS
+and RANK for those that leave or add partial sums of several ranks; the rest belongs to one kind of phase.
 """
 
 from enum import IntEnum
@@ -36,6 +36,8 @@ class Kind(IntEnum):
     MLA_OUTPUT = 15
     HEAD = 16
     MIX = 17
+    REDUCE = 18
+    REDUCE_EMBEDDING = 19
 
 
 class Word(IntEnum):
@@ -47,8 +49,12 @@ class Word(IntEnum):
     MIX_BASE = 3
     MIX_NORM = 4
     UPDATE_FN = 5
+    PEERS = 22
+    RANK = 23
 
     EMBEDDING = 6
+    FIRST_TOKEN = 7
+    TOKENS = 8
 
     QKV = 6
     BETA = 7

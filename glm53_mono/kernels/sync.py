@@ -20,6 +20,8 @@ lines travel between dies, and nothing else changes: every access is ordered at 
 Host record, int32 in mapped host memory, which a thread of the host reads without any call to the device:
     FAULT_*   who waited for what when a deadline passed; FAULT_FLAG is written last
     SERVED    LAUNCHES, int64, as the last launch left it
+    FAULT_PEER, FAULT_EPOCHS
+              of a wait for another rank instead of the grid (`peers.py`): that rank plus 1; expected and seen, int64
 """
 
 import triton
@@ -41,8 +43,10 @@ FAULT_PHASE = tl.constexpr(1)
 FAULT_EXPECTED = tl.constexpr(2)
 FAULT_SEEN = tl.constexpr(3)
 FAULT_FLAG = tl.constexpr(4)
+FAULT_PEER = tl.constexpr(5)
 SERVED = tl.constexpr(6)
-HOST_WORDS = 8
+FAULT_EPOCHS = tl.constexpr(8)
+HOST_WORDS = 12
 
 
 def barrier_words(chiplets: int) -> int:
@@ -180,7 +184,7 @@ def wait(words, host_record, phase, role, expected, deadline, CHIPLETS: tl.const
             seen = tl.atomic_add(word, 0, sem="acquire", scope="gpu")
             if seen < expected:
                 if now(BACKEND) > deadline:
-                    fault(host_record, phase, expected, arrivals_seen(words, seen, CHIPLETS))
+                    fault(host_record, phase, expected, arrivals_seen(words, seen, CHIPLETS), BACKEND)
         if CHIPLETS > 1:
             if role == LEADS:
                 # its own stores come before: it has none but a fault's record
@@ -201,13 +205,14 @@ def arrivals_seen(words, seen, CHIPLETS: tl.constexpr):
 
 
 @triton.jit
-def fault(record, phase, expected, seen):
+def fault(record, phase, expected, seen, BACKEND: tl.constexpr):
     """Writes who waited for what to host memory, then stores to address 0, as SGLang's binding promises."""
     tl.store(record + FAULT_PROGRAM, tl.program_id(0))
     tl.store(record + FAULT_PHASE, phase)
     tl.store(record + FAULT_EXPECTED, expected)
     tl.store(record + FAULT_SEEN, seen)
     tl.atomic_xchg(record + FAULT_FLAG, 1, sem="release", scope="sys")
+    drain(BACKEND)
     tl.store(tl.full((), 0, tl.int64).to(tl.pointer_type(tl.int32)), 1)
 
 

@@ -52,6 +52,8 @@ class Launch:
     Attributes:
         buffer: the workspace, uint8; its barrier words must be zero before the first launch.
         host_record: int32 [HOST_WORDS] in host memory that the device writes: a fault, and the launches served.
+        symmetric: uint8 [workspace.symmetric.size], zero before the first launch, which the other ranks read and write;
+            None where the rank has the whole model.
         cooperative: whether the runtime is told that the grid waits for itself; see `capturing`.
     """
 
@@ -65,6 +67,7 @@ class Launch:
     phases: list[Phase]
     deadline_s: float
     formats: Formats
+    symmetric: Tensor | None = None
     cooperative: bool = True
 
     @classmethod
@@ -91,6 +94,7 @@ class Launch:
         workspace = lay_out(geometry, fitted, len(phases), max_tokens)
         buffer = torch.zeros(workspace.size, dtype=torch.uint8, device=device)
         on_gpu = torch.device(device).type != "cpu"
+        shared = geometry.tp_size > 1
         return cls(
             geometry=geometry,
             tiling=fitted,
@@ -101,6 +105,7 @@ class Launch:
             host_record=torch.zeros(HOST_WORDS, dtype=torch.int32, pin_memory=on_gpu),
             phases=phases,
             deadline_s=deadline_s,
+            symmetric=torch.zeros(workspace.symmetric.size, dtype=torch.uint8, device=device) if shared else None,
             formats=formats,
         )
 

@@ -13,6 +13,8 @@ from glm53_mono.program.mla import mla_phases
 from glm53_mono.program.moe import moe_phases
 from glm53_mono.program.phase import UPDATE_WRITES, Access, Phase
 from glm53_mono.program.pools import Pools
+from glm53_mono.program.reduce import with_reduces
+from glm53_mono.program.symmetric import Peers
 from glm53_mono.weights.descriptor import Matrix
 from glm53_mono.weights.model import DenseWeights, KdaWeights, StepWeights
 
@@ -20,15 +22,26 @@ EMBED = Access(writes=UPDATE_WRITES | {"streams"})
 HEAD = Access(reads=frozenset({"streams"}), writes=frozenset({"hidden"}))
 
 
-def step_phases(geometry: Geometry, weights: StepWeights[Matrix], pools: Pools) -> list[Phase]:
-    """Every phase of a decode or verify step, from the embedding to the final norm."""
+def step_phases(
+    geometry: Geometry, weights: StepWeights[Matrix], pools: Pools, peers: Peers | None = None
+) -> list[Phase]:
+    """Every phase of a decode or verify step, from the embedding to the final norm.
+
+    Args:
+        peers: of a model that several ranks share; None as long as their buffers are not exchanged.
+    """
     layers = weights.layers
     phases = [
         Phase(
             Kind.EMBED,
             -1,
             EMBED,
-            {Word.EMBEDDING: weights.embedding, Word.UPDATE_FN: layers[0].attention_mhc.fn},
+            {
+                Word.EMBEDDING: weights.embedding,
+                Word.FIRST_TOKEN: weights.first_token,
+                Word.TOKENS: weights.embedding.rows,
+                Word.UPDATE_FN: layers[0].attention_mhc.fn,
+            },
         )
     ]
     for index, layer in enumerate(layers):
@@ -44,7 +57,7 @@ def step_phases(geometry: Geometry, weights: StepWeights[Matrix], pools: Pools) 
         else:
             phases += moe_phases(index, layer.ffn, layer.ffn_mhc, following)
     phases.append(Phase(Kind.HEAD, len(layers), HEAD, {Word.FINAL_NORM: weights.norm}))
-    return phases
+    return phases if geometry.tp_size == 1 else list(with_reduces(phases, peers))
 
 
 def write_records(phases: list[Phase], device: torch.device | str) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from glm53_mono.geometry import MAX_ROWS, Geometry
 from glm53_mono.kernels.mhc import MIX_SLOTS
 from glm53_mono.kernels.sync import barrier_words
+from glm53_mono.program.symmetric import Symmetric, lay_out_symmetric
 from glm53_mono.program.tiling import DOT_ROWS, Tiling
 
 ALIGNMENT = 256
@@ -59,6 +60,8 @@ class Workspace:
     """Width of the q latent up to a power of two."""
     distinct_count_at: int
     """Place of the distinct count in `expert_list`, behind the longest list."""
+    symmetric: Symmetric
+    """Places in the buffer beside the workspace that the ranks share."""
 
     def __getattr__(self, name: str) -> int:
         for region in self.regions:
@@ -162,6 +165,7 @@ def lay_out(geometry: Geometry, tiling: Tiling, phases: int, max_tokens: int) ->
         index_heads_padded=max(DOT_ROWS, _power_of_two(g.index_heads)),
         q_rank_padded=_power_of_two(g.q_rank),
         distinct_count_at=most_experts,
+        symmetric=lay_out_symmetric(g, t.programs),
     )
 
 

@@ -51,8 +51,10 @@ def step_weights(model: Any, geometry: Geometry, copies: Copies) -> StepWeights[
         UpstreamError: SGLang holds a weight of another shape, dtype or stride, or another number or kind of layers.
         WeightError: a weight that lies where the kernels cannot read it.
     """
+    shard = embedding_shard(model, geometry)
     return StepWeights(
-        embedding=embedding_shard(model, geometry).weight,
+        embedding=shard.weight,
+        first_token=shard.first_token,
         layers=model_layers(model, geometry, copies),
         norm=final_norm(model, geometry),
     )
@@ -75,6 +77,9 @@ def embedding_shard(model: Any, geometry: Geometry) -> EmbeddingShard:
     weight = expect(embedding.weight, name, (geometry.vocab_shard, geometry.hidden), torch.bfloat16)
     first = embedding.shard_indices.org_vocab_start_index
     end = embedding.shard_indices.org_vocab_end_index
+    wanted = geometry.owned_tokens(tensor_parallel_rank()[0])
+    if (first, end) != wanted:
+        raise UpstreamError(f"{name} has the rows of tokens {first} to {end}, not of {wanted[0]} to {wanted[1]}")
     # SGLang pads the vocabulary; no token has the rows behind the last
     return EmbeddingShard(matrix(name, weight[: end - first]), first, end)
 
@@ -104,6 +109,20 @@ def tensor_parallel_rank() -> tuple[int, int]:
 
     parallel = get_parallel()
     return parallel.tp_rank, parallel.tp_size
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks, through their CPU group: a collective of all ranks.
+
+    Args:
+        value: anything that can be pickled.
+    """
+    import torch.distributed as dist
+    from sglang.srt.runtime_context import get_parallel
+
+    found: list[Any] = [None] * get_parallel().tp_size
+    dist.all_gather_object(found, value, group=get_parallel().tp_group.cpu_group)
+    return found
 
 
 def _layer(layer: Any, name: str, index: int, geometry: Geometry) -> LayerWeights[Matrix]:

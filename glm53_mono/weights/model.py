@@ -6,7 +6,7 @@ of one rank, named as in `Geometry`; P = kda_width = kda_heads * kda_head_dim. D
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -138,10 +138,12 @@ class StepWeights(Generic[M]):
     """The text model without its MTP layer and without its head, which a step leaves to SGLang."""
 
     embedding: M
-    """[vocab, hidden]."""
+    """[vocab, hidden], or the rows of the tokens that this rank owns."""
     layers: tuple[LayerWeights[M], ...]
     norm: Tensor
     """[hidden] bf16."""
+    first_token: int = field(default=0, kw_only=True)
+    """Token of the embedding's first row."""
 
     @property
     def shared_is_fused(self) -> bool:
@@ -186,7 +188,7 @@ def with_matrices(weights: Any, change: Callable[[str, Any], Any], name: str = "
     if not is_dataclass(weights):
         return weights
     changed = {}
-    for field in fields(weights):
-        inner, value = prefix + field.name, getattr(weights, field.name)
-        changed[field.name] = change(inner, value) if field.type is M else with_matrices(value, change, inner)
+    for part in fields(weights):
+        inner, value = prefix + part.name, getattr(weights, part.name)
+        changed[part.name] = change(inner, value) if part.type is M else with_matrices(value, change, inner)
     return type(weights)(**changed)

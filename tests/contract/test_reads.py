@@ -36,6 +36,9 @@ TENSOR_NAMES = {
 TENSOR_NAMES |= {"bfloat16", "bool", "float32", "float8_e4m3fn", "int32", "int64", "uint8"}
 """What the readers use of torch."""
 
+TENSOR_NAMES |= {"all_gather_object"}
+"""What the ranks tell one another through torch."""
+
 TENSOR_NAMES |= {"arange", "contiguous", "device", "full", "max", "min", "nbytes", "sum", "to", "view"}
 """What the benchmark's batches use of torch."""
 

@@ -10,6 +10,7 @@ from glm53_mono.isa.hazards.matrix import wait_states
 from tests.isa.listings import STREAMED, changed
 
 STORE = "\tglobal_store_dword v[4:5], v20, off offset:64\n"
+KEPT = "s_mov_b64 vcc, s[0:1]\n\t"
 DRAIN = "\t;;#ASMSTART\n\ts_waitcnt vmcnt(0)\ns_mov_b32 s0, 0\n\t;;#ASMEND\n\ts_barrier\n"
 MEETING = "\ts_barrier\n\tv_cmp_eq_u32_e32 vcc, 0, v0\n"
 ARRIVAL = "\tbuffer_wbl2 sc1\n\ts_waitcnt vmcnt(0)\n\tglobal_atomic_add v141, v1, s[12:13]\n"
@@ -54,6 +55,8 @@ def test_nothing_is_wrong_with_the_good_listing() -> None:
         ("non-temporal load", 1, [(READ, READ.replace("off", "off nt"))]),
         ("scalar load", 1, [(READ, "\ts_load_dword s9, s[12:13], 0x0\n")]),
         ("scalar load", 1, [("s_load_dword s2, s[0:1]", "s_mov_b32 s1, s9\n\ts_load_dword s2, s[0:1]")]),
+        ("scalar load", 1, [("s_load_dword s2, s[0:1]", f"{KEPT}v_cmp_eq_u32_e32 vcc, 0, v0\n\t"
+                             "s_mov_b64 s[40:41], vcc\n\ts_load_dword s2, s[40:41]")]),
         ("matrix result read too early", 1, [("\ts_nop 7\n", "\ts_nop 3\n")]),
         # A scaled product takes longer, and a store reads its result too.
         ("matrix result read too early", 1, [("\ts_nop 11\n", "\ts_nop 10\n")]),
@@ -83,7 +86,9 @@ def test_a_hazard_is_seen(says: str, count: int, changes: list[tuple[str, str]])
         # The kernel's arguments, after a copy.
         [("s_load_dword s2, s[0:1]", "s_mov_b64 s[40:41], s[0:1]\n\ts_load_dword s2, s[40:41]")],
         # The same by way of vcc.
-        [("s_load_dword s2, s[0:1]", "s_mov_b64 vcc, s[0:1]\n\ts_mov_b64 s[40:41], vcc\n\ts_load_dword s2, s[40:41]")],
+        [("s_load_dword s2, s[0:1]", f"{KEPT}s_mov_b64 s[40:41], vcc\n\ts_load_dword s2, s[40:41]")],
+        # And from there.
+        [("s_load_dword s2, s[0:1]", f"{KEPT}s_load_dword s2, vcc")],
     ],
     ids=[
         "atomic poll",
@@ -93,6 +98,7 @@ def test_a_hazard_is_seen(says: str, count: int, changes: list[tuple[str, str]])
         "enough states",
         "streamed weights",
         "copied arguments",
+        "arguments by way of vcc",
         "arguments in vcc",
     ],
 )

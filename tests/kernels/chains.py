@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,12 +17,14 @@ from tests.kernels.rig import Model
 
 def run_chain(
     model: Model, lengths: list[int], tokens: int, rounds: int, seed: int, *, max_tokens: int = 512,
-    backend: str = "interp", device: str = "cpu",
+    backend: str = "interp", device: str = "cpu", prepare: Callable[..., Any] = rig.prepare_launch,
+    run: Callable[[Any, Caches, StepInputs], torch.Tensor] = rig.run_step,
 ) -> list[str]:  # fmt: skip
     """Rounds of a verify step, the same tokens in decode steps, and a commit of some of them.
 
     Returns the names of what differs. After a round both sides go on from what the verify side committed, so a
-    rejected draft's latents, pooled keys and ring entries are there for the next round to overwrite.
+    rejected draft's latents, pooled keys and ring entries are there for the next round to overwrite. `prepare` makes
+    what `run` runs a step with: a launch, or those of several ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = rig.step_inputs(
@@ -35,14 +39,14 @@ def run_chain(
         scratch.fill_(float("nan"))
     committed = torch.tensor(lengths)
     plain = caches.clone()
-    verify = rig.prepare_launch(model, caches, inputs, backend=backend)
-    decode = rig.prepare_launch(model, plain, decode_step(inputs, 0), backend=backend)
+    verify = prepare(model, caches, inputs, backend=backend)
+    decode = prepare(model, plain, decode_step(inputs, 0), backend=backend)
     differing: list[str] = []
     for _ in range(rounds):
         inputs = moved_on(inputs, committed, model, generator)
-        hidden = rig.run_step(verify, caches, inputs)
+        hidden = run(verify, caches, inputs)
         for token in range(tokens):
-            out = rig.run_step(decode, plain, decode_step(inputs, token))
+            out = run(decode, plain, decode_step(inputs, token))
             differing += differences(caches, plain, inputs, token, hidden, out)
         for name in ("latent", "index", "ring_key", "ring_gate"):
             pairs = zip(getattr(caches, name), getattr(plain, name), strict=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
-from glm53_mono.reference.state import PADDED_SLOT, StepInputs
 from tests.kernels import full_width, rig
 from tests.kernels.batches import BATCHES, assert_same_bits, run_in_batches
 from tests.kernels.chains import run_chain
+from tests.kernels.changes import changed
 from tests.kernels.compare import bits, compare_step
 from tests.kernels.full_width import full_step
 from tests.kernels.rig import Model
@@ -100,21 +99,3 @@ def test_replayed_with_changed_inputs_100_times(model: Model, seed: int) -> None
         live = new.linear_active
         assert torch.equal(bits(hidden[live]), bits(expected[live]))
     assert_same_bits((hidden[live], caches), (expected[live], eager_caches))
-
-
-def changed(inputs: StepInputs, longest: list[int], model: Model, generator: torch.Generator) -> StepInputs:
-    """Another step of the same size: new tokens and lengths, and now and then a padded request."""
-    lengths = torch.tensor([int(torch.randint(1, most + 1, (), generator=generator)) for most in longest])
-    padded = torch.rand(len(longest), generator=generator) < 0.2
-    padded[0] = False
-    lengths = lengths.masked_fill(padded, 1).to(inputs.seq_lens)
-    locations = inputs.req_to_token[inputs.req_pool_indices, lengths - 1].long()
-    slots = 1 + torch.randperm(len(longest), generator=generator)
-    return replace(
-        inputs,
-        input_ids=torch.randint(0, model.geometry.vocab, (len(longest),), generator=generator).to(inputs.input_ids),
-        positions=lengths - 1,
-        seq_lens=lengths,
-        out_cache_loc=locations.masked_fill(padded.to(locations.device), 0),
-        mamba_slots=slots.masked_fill(padded, PADDED_SLOT).to(inputs.mamba_slots),
-    )

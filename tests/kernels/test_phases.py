@@ -19,6 +19,7 @@ from glm53_mono.kernels import kda
 from glm53_mono.kernels.record import Kind
 from glm53_mono.program.launch import Launch
 from glm53_mono.program.phase import Access, Phase
+from glm53_mono.program.reduce import ADDS_PARTIALS, LEAVES_PARTIALS, with_reduces
 from glm53_mono.program.tiling import TILINGS
 from glm53_mono.reference.state import Caches, StepInputs
 from tests.kernels import rig
@@ -66,7 +67,7 @@ def violations(phases: list[Phase]) -> list[str]:
     """Where declared accesses break the rules: something is read where it is written, or never written before."""
     found, known = [], set(INPUT_CACHES)
     before: Phase | None = None
-    for phase in phases:
+    for phase in between_barriers(phases):
         name, access = f"{phase.kind.name} of layer {phase.layer}", phase.access
         found += [f"{name} reads and writes {place}" for place in sorted(access.reads & access.writes)]
         found += [
@@ -81,6 +82,32 @@ def violations(phases: list[Phase]) -> list[str]:
         known |= access.writes
         before = phase
     return found
+
+
+def between_barriers(phases: list[Phase]) -> list[Phase]:
+    """A phase that adds up what the ranks left, and the one before: no barrier stands between them."""
+    found: list[Phase] = []
+    for phase in phases:
+        if phase.kind not in ADDS_PARTIALS:
+            found.append(phase)
+            continue
+        left, added = found.pop(), phase.access
+        assert left.kind in LEAVES_PARTIALS
+        both = Access(left.access.reads | added.reads, left.access.writes | added.writes, left.access.owns | added.owns)
+        found.append(replace(left, access=both))
+    return found
+
+
+def test_accesses_of_ranks_obey_the_rules(model: Model) -> None:
+    """A rank's phases touch what those of a rank alone do, its share of the buffer that others read besides."""
+    phases = prepared(model, [5], 1, seed=1)[0].phases
+    shared = list(with_reduces(phases, None))
+    assert not violations(shared)
+    for alone, split in zip(phases, between_barriers(shared), strict=True):
+        more = {"partials"} if alone.kind in LEAVES_PARTIALS else set()
+        for name in ("reads", "writes", "late"):
+            assert getattr(split.access, name) == getattr(alone.access, name), alone.kind
+        assert split.access.owns == alone.access.owns | more, alone.kind
 
 
 def test_declared_accesses_obey_the_rules(model: Model) -> None:

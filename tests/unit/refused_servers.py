@@ -358,7 +358,7 @@ GEOMETRY_ROWS = (
 """Config files that the step cannot represent."""
 
 CAPABILITY_ROWS = (
-    plain("tensor parallelism", "", "serve with --tp-size 1 instead of 4"),
+    plain("ranks of quantised weights", "", "shares bf16 weights alone among ranks", config=(quantized,)),
     plain(
         "AITER bf16 layout",
         "--tp 1",

@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "capabilities": {"refusals"},
     "counters": {"upstream"},
     "program": {"geometry", "isas", "kernels", "weights"},
+    "exchange": {"program"},
     "fault_watch": {"kernels", "program"},
     "bindings": {"geometry", "kernels", "program", "upstream"},
     "observers": {"program", "upstream"},
@@ -45,8 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "admission": {"bindings", "isa", "isas", "kernels", "program"},
     "capturing": {"admission", "bindings", "kernels", "program"},
     "runtime": {
-        *("admission", "bindings", "capturing", "check", "counters", "fault_watch", "geometry", "kernels", "metrics"),
-        *("observers", "probe", "program", "upstream", "weights"),
+        *("admission", "bindings", "capturing", "check", "counters", "exchange", "fault_watch", "geometry", "kernels"),
+        *("metrics", "observers", "probe", "program", "upstream", "weights"),
     },
     "spec": {
         *("capabilities", "geometry", "isas", "numerics", "refusals", "runtime", "upstream", "weights"),

@@ -16,16 +16,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from glm53_mono import fault_watch
+from glm53_mono import fault_watch, runtime
 from glm53_mono.bindings import Unused, bind_step, check_context, empty_step
 from glm53_mono.checkpoint.config import checkpoint_geometry, model_config
 from glm53_mono.counters import Fallbacks, shown
-from glm53_mono.fault_watch import Fault, HostRecord, Watch
+from glm53_mono.fault_watch import Fault, HostRecord, LaunchFault, Watch
 from glm53_mono.geometry import MAX_ROWS
 from glm53_mono.kernels import sync
 from glm53_mono.kernels.monokernel import UNSPECIALIZED, StepSizes, StepTensors, monokernel
 from glm53_mono.kernels.record import Kind
 from glm53_mono.program.phase import Access, Phase
+from glm53_mono.runtime import Runtime
 from glm53_mono.upstream import model as upstream
 from glm53_mono.upstream.hooks import SeenStep
 from glm53_mono.upstream.running import ServedStep
@@ -137,6 +138,69 @@ def test_a_fault_is_printed_once_in_one_line(
     assert said(caplog, "rank 3") == [expected]
     time.sleep(5 * fault_watch.POLL_S)
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
+
+
+def write_fault_of_peer(words: torch.Tensor, peer: int, expected: int, seen: int) -> None:
+    """What `kernels.peers.fault_for_peer` stores, in its order."""
+    words[sync.FAULT_PROGRAM.value] = 5
+    words[sync.FAULT_PHASE.value] = 1
+    words[sync.FAULT_PEER.value] = peer + 1
+    words.numpy()[sync.FAULT_EPOCHS.value :].view(np.int64)[:] = expected, seen
+    words[sync.FAULT_FLAG.value] = 1
+
+
+def test_a_rank_that_is_waited_for_in_vain_is_named(
+    words: torch.Tensor, watch: tuple[Watch, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counts of reduces outgrow 32 bits within hours."""
+    write_fault_of_peer(words, peer=0, expected=2**33 + 1, seen=2**33)
+    assert HostRecord(words).fault() == Fault(program=5, phase=1, expected=2**33 + 1, seen=2**33, peer=0)
+    expected = (
+        "glm53_mono: rank 3, program 5 waited 22.5 s before phase 1 (KDA_DELTA of layer 7): rank 0 has not left its "
+        "rows of reduce 8589934593, the last that it left are those of reduce 8589934592; it now faults the GPU at "
+        "address 0"
+    )
+    assert said(caplog, "rank 3") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("checked", "says"),
+    [("", "its weights are on another device"), ("1", "SGLANG_AMD_MONO_CHECK compares whole parts")],
+)
+def test_a_rank_that_cannot_be_built_tells_the_others(checked: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for its buffer; one rank alone has nobody to tell."""
+
+    def unprepared(*_: Any) -> Any:
+        raise UpstreamError("its weights are on another device")
+
+    told: list[Any] = []
+    monkeypatch.setenv("SGLANG_AMD_MONO_CHECK", checked)
+    monkeypatch.setattr(runtime, "_prepared", unprepared)
+    monkeypatch.setattr(runtime.Geometry, "from_config", lambda *_: None)
+    monkeypatch.setattr(upstream, "gather_from_ranks", lambda value: told.append(value) or [])
+    monkeypatch.setattr(upstream, "tensor_parallel_rank", lambda: (1, 2))
+    with pytest.raises((UpstreamError, ValueError), match=says):
+        runtime.build(None, None, None)
+    ((failure, size, handle),) = told
+    assert says in failure and (size, handle) == (0, None)
+    monkeypatch.setattr(upstream, "tensor_parallel_rank", lambda: (0, 1))
+    with pytest.raises(UpstreamError, match="its weights are on another device"):
+        runtime.build(None, None, None)
+    assert len(told) == 1
+
+
+def test_no_step_starts_behind_a_fault(words: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the record and the GPU's fault a launch could still be asked for; it would only add to the confusion."""
+    made = object.__new__(Runtime)
+    made._record = HostRecord(words)
+    made._watch = Watch(made._record, PHASES, 3, 30.0, lambda: "", lambda: None)
+    monkeypatch.setattr(runtime, "has_embeds", lambda *_: pytest.fail("a step begins"))
+    write_fault_of_peer(words, peer=2, expected=7, seen=6)
+    with pytest.raises(LaunchFault, match="rank 2 has not left its rows of reduce 7"):
+        made.forward(None, None, None, None)
+    made._record.clear()
+    with pytest.raises(pytest.fail.Exception, match="a step begins"):
+        made.forward(None, None, None, None)
 
 
 def test_the_thread_calls_no_device(

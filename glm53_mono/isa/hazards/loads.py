@@ -105,8 +105,8 @@ def _at_entry(listing: Listing) -> Places:
 
 
 def _is_argument(load: Instruction, places: Places) -> bool:
-    pair = _PAIR.fullmatch(load.operands[1])
-    return bool(pair) and {(f"s{pair[1]}", 0), (f"s{pair[2]}", 1)} <= places
+    address = _halves(load.operands[1])
+    return len(address) == 2 and {(address[0], 0), (address[1], 1)} <= places
 
 
 def _argument_places(listing: Listing) -> dict[int, Places]:

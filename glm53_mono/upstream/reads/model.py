@@ -17,6 +17,7 @@ EMBEDDING = "sglang.srt.layers.vocab_parallel_embedding"
 LOGITS = "sglang.srt.layers.logits_processor"
 RUNTIME = "sglang.srt.runtime_context"
 PARALLEL = "sglang.srt.arg_groups.fields.parallel"
+STATE = "sglang.srt.distributed.parallel_state"
 
 _WEIGHTS = "the weights of a layer"
 _KDA = "Glm5NextLinearAttention"
@@ -140,5 +141,6 @@ MODEL_READS = (
         "logits of a step",
     ),
     function(RUNTIME, "get_parallel", "", "this process's rank"),
-    *fields(PARALLEL, "Parallel", "this process's rank", "tp_rank"),
+    *fields(PARALLEL, "Parallel", "this process's rank", "tp_rank", "tp_group"),
+    *fields(STATE, "GroupCoordinator", "what the ranks tell one another at the build", "cpu_group"),
 )

@@ -1,4 +1,4 @@
-"""The process that runs SGLang on a CPU: its environment, published configuration and process groups of one rank."""
+"""The process that runs SGLang on a CPU: its environment, published configuration and process groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,18 @@ SETTINGS = (
     Setting("SGLANG_DSA_FUSE_TOPK", "0", "the unfused top-k returns positions, from SGLang's own PyTorch code"),
     Setting("SGLANG_OPT_USE_TILELANG_MHC_PRE", "0", "the PyTorch tier of mHC (mhc.py:1900)"),
     Setting("SGLANG_OPT_USE_TILELANG_MHC_POST", "0", "the same for hc_post"),
+    Setting("SGLANG_NCCL_SO_PATH", "/no/nccl", "ranks on the CPU reduce over gloo: SGLang goes on without NCCL"),
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those that share the model, each of them a rank of its own."""
+
+    rank: int
+    ranks: int
+    rendezvous: str
+    """URI of a file that does not exist yet, the same for all ranks."""
 
 
 class ContextError(RuntimeError):
@@ -56,11 +67,12 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def one_rank_server(draft_tokens: int) -> Iterator[None]:
-    """Publish the configuration and process groups of a CPU server of one rank; the end of the block withdraws them.
+def cpu_server(draft_tokens: int, place: Place | None = None) -> Iterator[None]:
+    """Publish the configuration and process groups of a CPU server; the end of the block withdraws them.
 
     Args:
         draft_tokens: tokens a verify step checks for each request, the bonus token included (MTP3: 4).
+        place: of this process; left out, it has the whole model.
     """
     prepare_environment()
     from sglang.srt.distributed import parallel_state
@@ -70,6 +82,7 @@ def one_rank_server(draft_tokens: int) -> Iterator[None]:
 
     logging.getLogger("sglang").setLevel(logging.ERROR)
     chosen = {
+        "tp_size": place.ranks if place else 1,
         "attention_backend": "dsa",
         "dsa_prefill_backend": "tilelang",
         "dsa_decode_backend": "tilelang",
@@ -84,14 +97,19 @@ def one_rank_server(draft_tokens: int) -> Iterator[None]:
     }
     no_graphs = PhaseConfig(backend=Backend.DISABLED)
     with tempfile.TemporaryDirectory() as directory:
+        place = place or Place(rank=0, ranks=1, rendezvous=Path(directory, "rendezvous").as_uri())
         parallel_state.init_distributed_environment(
-            world_size=1,
-            rank=0,
-            local_rank=0,
+            world_size=place.ranks,
+            rank=place.rank,
+            local_rank=place.rank,
             backend="gloo",
-            distributed_init_method=Path(directory, "rendezvous").as_uri(),
+            distributed_init_method=place.rendezvous,
         )
-        publish(ServerArgs(model_path="dummy", device="cpu", **chosen), role="test", ranks=SpawnRanks(world_rank=0))
+        publish(
+            ServerArgs(model_path="dummy", device="cpu", **chosen),
+            role="test",
+            ranks=SpawnRanks(world_rank=place.rank),
+        )
         get_parallel().override_permanently(world_group=parallel_state._WORLD)
         parallel_state.initialize_model_parallel(backend="gloo")
         # SGLang resolves arguments for a CPU away from the DSA backend; the override restores what the GPU server has.

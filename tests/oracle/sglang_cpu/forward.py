@@ -96,6 +96,7 @@ def serving(
     max_context: int,
     pages: int,
     draft_tokens: int,
+    place: context.Place | None = None,
 ) -> Iterator[SglangModel]:
     """Build SGLang's model, load it with SGLang's own loader, and give it pools.
 
@@ -106,13 +107,14 @@ def serving(
         max_context: tokens a request may have.
         pages: KV pages of 256 tokens, the padding page 0 not counted.
         draft_tokens: tokens a verify step checks for each request, the bonus token included.
+        place: of this process among those that share the model; left out, it has the whole one.
 
     Raises:
         context.ContextError: this process cannot run SGLang on the CPU.
         ValueError: a parameter that the checkpoint left unset.
     """
     interpreter.repair()
-    with context.one_rank_server(draft_tokens), patches.applied() as applied:
+    with context.cpu_server(draft_tokens, place), patches.applied() as applied:
         sglang_config = _sglang_config(config)
         model = _load(sglang_config, tensors)
         runner = pools.build_runner(
