@@ -131,7 +131,6 @@ def _step(
     touched = distinct_experts(geometry.experts, geometry.experts_per_token, rows)
     total = step_bytes(geometry, weights, [context] * rows, [round(touched)] * sparse).total
     phases = len(kinds) - (0 if scored_pools(geometry, context) else kinds.count(Kind.MLA_SELECT))
-    phases += 2 * geometry.layers + 1 if geometry.tp_size > 1 else 0
     floor_ms = total / device.copy_tbs / 1e9
     low, high = (floor_ms + phases * price / 1e3 for price in device.phase_us)
     return Prediction(rows, context, total / 1e9, phases, floor_ms, (low, high))
