@@ -102,6 +102,11 @@ class Parts:
         """Has `choose` see, and replace, the experts and weights that a layer's rows get, both [rows, chosen]."""
 
         def steer(_module: Any, _arguments: Any, output: Any) -> Any:
+            if not hasattr(output, "topk_ids"):
+                raise UpstreamError(
+                    f"layer {layer} hands {type(output).__name__} to its experts, which then choose unseen: serve with "
+                    "--moe-runner-backend triton, or without SGLANG_AMD_MONO_CHECK"
+                )
             weights, ids = choose(output.topk_weights, output.topk_ids)
             return output._replace(topk_weights=weights, topk_ids=ids)
 

@@ -31,6 +31,7 @@ from glm53_mono.program.tiling import TILINGS
 from glm53_mono.reference.state import Caches
 from glm53_mono.upstream.running import ServedStep
 from glm53_mono.upstream.step import attention_backends
+from glm53_mono.upstream.tensors import UpstreamError
 from tests.oracle.sglang_cpu.batches import Batch, Request
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
@@ -300,3 +301,15 @@ def test_what_cannot_be_checked_is_refused_when_built(served: SglangModel, monke
     too_few = pytest.raises(CheckError, match="a launch of 3 programs keeps the output of as many tiles")
     with too_few, built(served, DECODE):
         pass
+
+
+def test_experts_that_are_chosen_unseen_are_refused(
+    served: SglangModel, decoding: runtime.Runtime, requests: list[Request], seed: int
+) -> None:
+    topk = served.model.model.layers[1].mlp.topk
+    hook = topk.register_forward_hook(lambda _module, _arguments, output: output.router_logits)
+    try:
+        with pytest.raises(UpstreamError, match="layer 1 hands Tensor to its experts, which then choose unseen"):
+            ours(served, decoding, batch_of(decoding, requests[:1], seed))
+    finally:
+        hook.remove()
