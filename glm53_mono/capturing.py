@@ -56,6 +56,7 @@ def trial(launch: Launch) -> str | None:
     nothing = _nothing(launch)
     before = launches(launch)
     graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream(launch.buffer.device)
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             launch.run(*nothing)
@@ -63,7 +64,11 @@ def trial(launch: Launch) -> str | None:
         graph.replay()
         replayed = launches(launch)
     except RuntimeError as error:
-        return str(error).strip().partition("\n")[0]
+        # where the end of a capture fails, what made it invalid came before
+        return str(error.__context__ or error).strip().partition("\n")[0]
+    finally:
+        # torch leaves the capture's stream current where its end fails
+        torch.cuda.set_stream(stream)
     if captured != before:
         return "it ran while it was captured"
     return None if replayed == before + 1 else f"a replay ran it {replayed - before} times"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -186,7 +187,7 @@ def run_one(command: Sequence[str], variables: Mapping[str, str], log: Path, lim
         process.kill()
         process.wait()
     for child in started:
-        if child.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(started, ENDING_S)
     return 124

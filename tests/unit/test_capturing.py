@@ -27,6 +27,7 @@ class Launches:
         self.cooperative = True
         self.words = torch.zeros(barrier_words(1), dtype=torch.int32)
         self.capturing = False
+        self.stream = "its own"
         self.recorded = 0
         self._captures = captures
 
@@ -56,16 +57,21 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launches]:
 
         @contextmanager
         def graph(_: Any, **__: str) -> Iterator[None]:
-            launch.capturing = True
+            launch.capturing, launch.stream = True, "the capture's"
             try:
                 yield
-            finally:
+            except RuntimeError as error:
+                # as torch.cuda.graph does, which then does not put the stream back
                 launch.capturing = False
+                raise RuntimeError("operation failed due to a previous error during capture") from error
+            launch.capturing, launch.stream = False, "its own"
 
         graphs = SimpleNamespace(
             CUDAGraph=lambda: SimpleNamespace(replay=lambda: launch.count(launch.recorded)),
             graph=graph,
             synchronize=lambda _: None,
+            current_stream=lambda _: launch.stream,
+            set_stream=lambda stream: setattr(launch, "stream", stream),
         )
         monkeypatch.setattr(capturing.torch, "cuda", graphs)
         return launch
@@ -95,6 +101,7 @@ def test_without_capture_hip_launches_flat_and_cuda_is_refused(
     launch = runtime("hip", lambda cooperative: becomes if cooperative else "is captured")
     settle(launch)
     assert not launch.cooperative
+    assert launch.stream == "its own", "torch leaves the capture's stream where the capture fails"
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING and f"({says}), so launches are flat" in caplog.text
     with pytest.raises(AdmissionError, match="this CUDA runtime does not capture a cooperative launch: ") as refused:
