@@ -60,13 +60,14 @@ class Violation:
 
 @dataclass(frozen=True)
 class Counts:
-    """Steps seen and compared, steps with a violation, and rows whose near-ties fell the other way."""
+    """Steps seen and compared, steps with a violation, rows whose near-ties fell the other way, requests left out."""
 
     steps: int
     compared: int
     violating: int
     expert_ties: int
     pool_ties: int
+    left_out: int = 0
 
 
 class Comparisons:
@@ -100,6 +101,8 @@ class Comparisons:
         bounds = [(c.bound.rel, c.bound.max_abs) for c in self.comparisons]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)
         self._row_tokens = torch.ones(count, dtype=torch.int32, device=device)
+        self._kinds = torch.tensor([int(c.per_request) for c in self.comparisons], device=device)
+        self._missing: set[int] = set()
         self._measured = zeros(count, MAX_ROWS, measure.MEASURES)
         self._violated = zeros(count, MAX_ROWS, dtype=torch.int32)
         self._worst = zeros(count, 2)
@@ -127,6 +130,25 @@ class Comparisons:
     def begin(self) -> None:
         """Starts a step."""
         self._sums.zero_()
+        self._missing = set(range(len(self.comparisons)))
+
+    def bound_of(self, layer: int, part: str, value: str) -> Distance:
+        """The bound of a comparison."""
+        return self.comparisons[self._index[layer, part, value]].bound
+
+    def leave_out(self, requests: Tensor, tokens: int) -> None:
+        """Leaves requests out of the step, whatever was measured of them, and counts them.
+
+        Args:
+            requests: [requests] bool.
+            tokens: rows of a request.
+        """
+        rows = requests[:, None].expand(-1, tokens).flatten()
+        out = torch.zeros((2, MAX_ROWS), dtype=torch.bool, device=requests.device)
+        out[0, : len(rows)] = rows
+        out[1, : len(requests)] = requests
+        self._sums.masked_fill_(out[self._kinds][:, :, None, None], 0.0)
+        self._counts[measure.LEFT_OUT] += requests.sum()
 
     def compare(self, layer: int, part: str, value: str, found: Tensor, expected: Tensor, live: Tensor) -> None:
         """Measures one comparison.
@@ -137,6 +159,7 @@ class Comparisons:
             live: [rows] int32, zero for rows that are padding.
         """
         index = self._index[layer, part, value]
+        self._missing.discard(index)
         rows = found.shape[0]
         if found.shape != expected.shape:
             raise ValueError(
@@ -167,7 +190,16 @@ class Comparisons:
 
         Args:
             request_rows: [requests] int64, each request's row in `req_to_token`.
+
+        Raises:
+            RuntimeError: a comparison of the step was not made.
         """
+        if self._missing:
+            missing = self.comparisons[min(self._missing)]
+            raise RuntimeError(
+                f"{len(self._missing)} comparisons of a checked step were not made, first {missing.value} of "
+                f"{missing.part} in layer {missing.layer}: SGLang no longer calls what it hangs on"
+            )
         count = len(self.comparisons)
         at_once = 1 << (count - 1).bit_length() if self._interpreted else 4
         measure.judge[(-(-count // at_once),)](
@@ -191,6 +223,7 @@ class Comparisons:
             words[measure.VIOLATING],
             words[measure.EXPERT_TIES],
             words[measure.POOL_TIES],
+            words[measure.LEFT_OUT],
         )
 
     def violations(self, first: int, last: int) -> list[Violation]:
@@ -216,7 +249,7 @@ class Comparisons:
         bounds = torch.tensor([(c.bound.rel, c.bound.max_abs) for c in self.comparisons], dtype=torch.float64)
         # a bound of zero is met or not
         shares = torch.where(bounds > 0, worst / bounds.clamp(min=1e-30), worst * 1e30)
-        shares = shares.masked_fill(bounds.isinf(), 0.0).amax(1)
+        shares = shares.amax(1)
         index = int(shares.argmax())
         return self.comparisons[index], Distance(*worst[index].tolist())
 

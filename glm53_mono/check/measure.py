@@ -19,9 +19,10 @@ LOG_WORDS = 3 + MEASURES + 1
 LOG_LENGTH = 256
 """Violating steps that are kept; later ones are counted alone."""
 
-STEPS, COMPARED, VIOLATING, EXPERT_TIES, POOL_TIES = 0, 1, 2, 3, 4
+STEPS, COMPARED, VIOLATING, EXPERT_TIES, POOL_TIES, LEFT_OUT = 0, 1, 2, 3, 4, 5
 COUNTS = 8
-"""Words of the counts: steps seen, steps compared, steps with a violation, rows whose near-ties fell apart."""
+"""Words of the counts: steps seen, steps compared, steps with a violation, rows whose near-ties fell apart, requests
+that were left out."""
 
 _SUMS = tl.constexpr(SUMS)
 _MEASURES = tl.constexpr(MEASURES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from glm53_mono.check.choices import EXPERT_TIE, POOL_TIE
 from glm53_mono.check.comparisons import Comparison
 from glm53_mono.geometry import Geometry
@@ -13,7 +11,7 @@ from glm53_mono.weights.formats import Formats
 
 SAME_BITS = Distance(0.0, 0.0)
 
-ANY = Distance(math.inf, math.inf)
+ANY = Distance(3e38, 3e38)
 """Of what is measured and not judged; a NaN is beyond it all the same."""
 
 EMBEDDING, FINAL, LAUNCH, FORWARD = "embedding", "final norm", "launch", "whole forward"

@@ -114,6 +114,8 @@ class Check:
         self._streams = torch.zeros(
             (2, MAX_ROWS, geometry.streams * geometry.hidden), dtype=torch.bfloat16, device=self._device
         )
+        longest = workspace.max_pools * geometry.pool + geometry.pool
+        self._tables = torch.zeros((2, MAX_ROWS, longest), dtype=torch.int32, device=self._device)
         self._regions: list[list[Region]] = []
         self._layers = _Layers(launch)
 
@@ -161,6 +163,8 @@ class Check:
             What that forward returned, None without it.
         """
         launch, geometry = self._launch, self._launch.geometry
+        # first of all: it is what the step's own metadata was made of
+        table = self._table_rows(tensors, sizes, 0)
         step = _Step(self, parts, tensors, sizes)
         self.comparisons.begin()
         launch.poison()
@@ -184,8 +188,20 @@ class Check:
             theirs = whole.run()
             logits = whole.logits_of(hidden), whole.logits(theirs)
             self.comparisons.compare(geometry.layers, plan.FORWARD, "logits", *logits, step.live.rows)
+        moved = (table != self._table_rows(tensors, sizes, 1)) & step.known_tokens(table.shape[1])
+        self.comparisons.leave_out(moved.any(1), sizes.tokens)
         self.comparisons.end(tensors.request_rows)
         return theirs
+
+    def _table_rows(self, tensors: StepTensors, sizes: StepSizes, copy: int) -> Tensor:
+        """Each request's row of SGLang's table as it is now, [requests, tokens] int32.
+
+        With overlapped scheduling the row of a request that has just ended may pass to a new one while its last step
+        runs (upstream/step.py). What such a step computes is discarded, so a request whose row has changed is left out.
+        """
+        requests, table = sizes.rows // sizes.tokens, tensors.req_to_token
+        kept = self._tables[copy].flatten()[: requests * table.shape[1]].view(requests, table.shape[1])
+        return torch.index_select(table, 0, tensors.request_rows[:requests], out=kept)
 
     def _columns(self) -> dict[tuple[int, str, str], int]:
         """Values of a row of each comparison."""
@@ -232,6 +248,11 @@ class _Step:
         self.before: list[list[Tensor]] = []
         self._after: list[list[Tensor]] = []
         self._lengths = lengths_of(tensors, sizes, verify=check._verify)
+
+    def known_tokens(self, width: int) -> Tensor:
+        """[requests, width] bool, the places of the table that hold a token of the request's last row."""
+        last = self._lengths[self._sizes.tokens - 1 :: self._sizes.tokens]
+        return torch.arange(width, device=last.device) < last[:, None]
 
     def embed(self) -> None:
         """The first phase against SGLang's embedding, in all four streams."""
@@ -362,8 +383,7 @@ class _Step:
                 own != 0, choices.expert_mask(ids, experts), scores, torch.ones_like(scores, dtype=torch.bool)
             )
             live = self.live.rows
-            self._count(layer, plan.FFN, "chosen experts", choice, measure.EXPERT_TIES, choices.EXPERT_TIE)
-            tied = choice.apart & (choice.beyond <= choices.EXPERT_TIE) & (live != 0)
+            tied = self._ties(layer, plan.FFN, "chosen experts", choice, measure.EXPERT_TIES)
             weights, ids = choices.with_experts(weights, ids, own, geometry.experts_per_token, tied, experts)
             theirs = choices.normalised_weights(weights, ids, experts)
             self._compare(layer, plan.FFN, "expert weights", own, theirs, live)
@@ -393,8 +413,7 @@ class _Step:
             sglang = choices.contained(names, tokens.long()) & known
             scores = self._launch.view("scores")[: self._rows, :pools]
             choice = choices.compared(launch, sglang, scores, known)
-            self._count(layer, plan.ATTENTION, "chosen pools", choice, measure.POOL_TIES, choices.POOL_TIE)
-            tied = choice.apart & (choice.beyond <= choices.POOL_TIE)
+            tied = self._ties(layer, plan.ATTENTION, "chosen pools", choice, measure.POOL_TIES)
             wanted = choices.tokens_of_pools(own, lengths, geometry.pool, tokens.shape[1])
             if are_slots:
                 slots = table[request].gather(1, wanted.clamp(min=0)).long()
@@ -403,12 +422,14 @@ class _Step:
 
         return self._parts.tokens_chosen_by(layer, choose)
 
-    def _count(self, layer: int, part: str, value: str, choice: choices.Choice, kind: int, bound: float) -> None:
-        """Compares how far a choice is from a tie, and counts the ties."""
-        live = self.live.rows
+    def _ties(self, layer: int, part: str, value: str, choice: choices.Choice, kind: int) -> Tensor:
+        """Compares how far a choice is from a tie; counts and returns the rows whose near-tie fell the other way."""
+        live, comparisons = self.live.rows, self._check.comparisons
         beyond = choice.beyond[:, None]
         self._compare(layer, part, value, beyond, torch.zeros_like(beyond), live)
-        self._check.comparisons.count_ties(kind, choice.apart & (choice.beyond <= bound) & (live != 0))
+        tied = choice.apart & (choice.beyond <= comparisons.bound_of(layer, part, value).rel) & (live != 0)
+        comparisons.count_ties(kind, tied)
+        return tied
 
 
 class _Layers:

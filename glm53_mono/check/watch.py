@@ -81,13 +81,22 @@ class Watch:
         return (
             f"monokernel check: rank {self._rank}: {counts.compared} of {counts.steps} steps compared, "
             f"{counts.violating} with a violation; near-ties that fell the other way: {counts.expert_ties} of experts, "
-            f"{counts.pool_ties} of pools; nearest to its bound: layer {nearest.layer}, {nearest.part}, "
+            f"{counts.pool_ties} of pools; {counts.left_out} requests left out; "
+            f"nearest to its bound: layer {nearest.layer}, {nearest.part}, "
             f"{nearest.value}, relative error {measured.rel:.3g} of {nearest.bound.rel:.3g}, largest "
             f"{measured.max_abs:.3g} of {nearest.bound.max_abs:.3g}"
             + "".join(f"; logits of the two whole forwards: relative error up to {each.rel:.3g}" for each in whole)
         )
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:
+            logger.critical("monokernel check: rank %d watches no more", self._rank, exc_info=True)
+            if self._raises:
+                self._end()
+
+    def _watch(self) -> None:
         due, reported = time.monotonic() + REPORT_S, Counts(0, 0, 0, 0, 0)
         while not self._stopped.wait(POLL_S):
             self._look()

@@ -19,6 +19,7 @@ from glm53_mono.check.choices import (
     with_experts,
 )
 from glm53_mono.check.comparisons import Comparison, Comparisons, Counts
+from glm53_mono.check.plan import ANY
 from glm53_mono.check.watch import Watch
 from glm53_mono.numerics import Distance, distance
 
@@ -258,3 +259,51 @@ def test_a_watch_that_only_logs_goes_on(seed: int, caplog: pytest.LogCaptureFixt
     assert sum("relative error" in r.message for r in caplog.records) == 4
     assert "2 more steps with a violation" in caplog.text
     assert "6 of 6 steps compared, 6 with a violation" in watch.summary()
+
+
+def test_a_request_that_is_left_out_has_no_violation(seed: int) -> None:
+    """Rows 2 and 3 are the second request's; in the other comparison, which has a row a request, it is row 1."""
+
+    def spoil(wide: torch.Tensor, narrow: torch.Tensor) -> None:
+        moved(wide, narrow)
+        narrow[1, 0] = torch.nan
+
+    made = tables()
+    end = made.end
+    for out, violating in (([False, True], 0), ([True, False], 1)):
+        made.end = lambda rows, out=out: (made.leave_out(torch.tensor(out), 2), end(rows))[1]
+        step(made, seed, spoil)
+        assert made.counts().violating == violating
+    assert made.counts().left_out == 2
+
+
+def test_a_comparison_that_was_not_made_is_named(seed: int) -> None:
+    made = tables()
+    made.begin()
+    rows = torch.zeros(ROWS, COLUMNS)
+    made.compare(*WIDE, rows, rows, torch.ones(ROWS, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="1 comparisons of a checked step were not made, first state of launch in"):
+        made.end(torch.tensor([7, 9]))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_only_measured_must_be_a_number(side: int) -> None:
+    made = Comparisons([Comparison(*WIDE, ANY)], 1, torch.device("cpu"))
+    made.fit({WIDE: 3}, tokens=1)
+    pair = [torch.ones(1, 3), torch.full((1, 3), 5.0)]
+    for value, violating in ((7.0, 0), (torch.nan, 1)):
+        pair[side][0, 1] = value
+        made.begin()
+        made.compare(*WIDE, *pair, torch.ones(1, dtype=torch.int32))
+        made.end(torch.tensor([7]))
+        assert made.counts().violating == violating
+
+
+def test_a_watch_that_fails_ends_the_process_too(caplog: pytest.LogCaptureFixture) -> None:
+    made, ended = tables(), []
+    made.counts = lambda: 1 / 0
+    watch = Watch(made, rank=0, raises=True, end=lambda: ended.append(True))
+    watch.start()
+    watch._thread.join(timeout=5)
+    assert ended == [True]
+    assert "rank 0 watches no more" in caplog.text

@@ -313,3 +313,23 @@ def test_experts_that_are_chosen_unseen_are_refused(
             ours(served, decoding, batch_of(decoding, requests[:1], seed))
     finally:
         hook.remove()
+
+
+def test_a_request_whose_row_of_the_table_passes_on_is_left_out(
+    served: SglangModel, decoding: runtime.Runtime, requests: list[Request], seed: int
+) -> None:
+    """With overlapped scheduling: before the launch behind the parts, another request gets the second one's row."""
+    launch, table = decoding.launch, served.req_to_token
+    run = launch.run_by_phase
+
+    def late(*arguments: Any) -> None:
+        table[requests[1].row] = table[requests[0].row]
+        run(*arguments)
+
+    before = decoding.check.comparisons.counts().left_out
+    for moves, left_out in ((run, 0), (late, 1)):
+        batch = batch_of(decoding, requests, seed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "run_by_phase", moves)
+            assert violations(decoding, lambda batch=batch: ours(served, decoding, batch)) == []
+        assert decoding.check.comparisons.counts().left_out == before + left_out
