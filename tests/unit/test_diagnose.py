@@ -360,7 +360,7 @@ def test_lines_of_the_check_are_told_apart() -> None:
     violation = SimpleNamespace(
         comparison=compared, distance=bound, step=5, row=1, request_row=2, place=7, found=1.0, expected=2.0
     )
-    counts = SimpleNamespace(compared=3, steps=3, violating=0, expert_ties=0, pool_ties=0)
+    counts = SimpleNamespace(compared=3, steps=3, violating=0, expert_ties=0, pool_ties=0, left_out=0)
     comparisons = SimpleNamespace(comparisons=[], counts=lambda: counts, nearest_to_its_bound=lambda: (compared, bound))
     watch = check_watch.Watch(comparisons, 0, raises=False)
     assert re.search(CHECK_VIOLATION, watch.sentence(violation))
