@@ -12,9 +12,7 @@ from torch import Tensor
 from glm53_mono.geometry import MAX_ROWS, Geometry
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
 from glm53_mono.program.pools import Pools
-
-TILE = 16
-"""Side of the tiles that index keys lie in on ROCm (kpool_fp8_index.py:29-56)."""
+from glm53_mono.reference import index_cache
 
 
 class Places(NamedTuple):
@@ -201,12 +199,6 @@ def closed_keys(pages: Tensor, lengths: Tensor, geometry: Geometry, *, tiled: bo
         tiled: whether the keys lie in 16 x 16 tiles.
     """
     entry = (lengths - 1).clamp(min=0) // geometry.pool % geometry.page_pools
-    channel = torch.arange(geometry.index_head_dim, device=pages.device)
-    if tiled:
-        row_of_tiles = entry[:, None] // TILE * (TILE * geometry.index_head_dim)
-        offset = row_of_tiles + channel // TILE * (TILE * TILE) + entry[:, None] % TILE * TILE + channel % TILE
-    else:
-        offset = entry[:, None] * geometry.index_head_dim + channel
-    keys = pages.gather(1, offset).view(torch.float8_e4m3fn).float()
-    scales = pages[:, geometry.page_pools * geometry.index_head_dim :].contiguous().view(torch.float32)
-    return keys * scales.gather(1, entry[:, None])
+    row = torch.arange(len(pages), device=pages.device)
+    keys, scales = index_cache.read(pages, row, entry, geometry, "tiled" if tiled else "linear")
+    return keys.float() * scales[:, None]

@@ -38,6 +38,7 @@ from glm53_mono.check.regions import (
 )
 from glm53_mono.check.settings import Settings
 from glm53_mono.geometry import MAX_ROWS
+from glm53_mono.kernels.mhc import GROUP
 from glm53_mono.kernels.monokernel import StepSizes, StepTensors
 from glm53_mono.kernels.record import Kind, Word
 from glm53_mono.program.launch import Launch
@@ -46,7 +47,7 @@ from glm53_mono.upstream.parts import BranchInput, Parts
 
 logger = logging.getLogger(__name__)
 
-POST, COMB = 0, 4
+POST, COMB = 0, GROUP.value
 """Places of a row's post and comb in the region `coefficients` (kernels/mhc.py: mix_coefficients)."""
 
 
@@ -73,7 +74,7 @@ class Check:
     """Runs checked steps of one launch; takes its memory when it is made.
 
     Args:
-        launch: as built, its caches not bound yet.
+        launch: as built for a model of one rank, its caches not bound yet.
         settings: what the environment asks.
 
     Raises:
@@ -82,11 +83,6 @@ class Check:
 
     def __init__(self, launch: Launch, settings: Settings) -> None:
         geometry, workspace = launch.geometry, launch.workspace
-        if geometry.tp_size != 1:
-            raise CheckError(
-                f"the check compares with one rank's parts, and the model is split over {geometry.tp_size} ranks: "
-                "serve with --tp 1, or without SGLANG_AMD_MONO_CHECK"
-            )
         if workspace.mix_tiles > workspace.programs:
             raise CheckError(
                 f"a launch of {workspace.programs} programs keeps the output of as many tiles of a branch, "
@@ -409,14 +405,14 @@ class _Step:
             launch = choices.mask_of(own, pools)
             first = torch.arange(pools, device=device) * geometry.pool
             known = selects[:, None] & (torch.arange(pools, device=device) < (lengths // geometry.pool)[:, None])
-            names = table[request][:, first].long() if are_slots else first.expand(self._rows, -1)
+            names = table[request[:, None], first].long() if are_slots else first.expand(self._rows, -1)
             sglang = choices.contained(names, tokens.long()) & known
             scores = self._launch.view("scores")[: self._rows, :pools]
             choice = choices.compared(launch, sglang, scores, known)
             tied = self._ties(layer, plan.ATTENTION, "chosen pools", choice, measure.POOL_TIES)
             wanted = choices.tokens_of_pools(own, lengths, geometry.pool, tokens.shape[1])
             if are_slots:
-                slots = table[request].gather(1, wanted.clamp(min=0)).long()
+                slots = table[request[:, None], wanted.clamp(min=0)].long()
                 wanted = torch.where(wanted >= 0, slots, -1)
             return torch.where(tied[:, None], wanted.to(tokens.dtype), tokens)
 

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         *("bindings", "capabilities", "checkpoint", "geometry", "isas", "kernels", "program", "reference"),
         *("refusals", "upstream", "weights"),
     },
-    "check": {"geometry", "kernels", "numerics", "program", "upstream", "weights"},
+    "check": {"geometry", "kernels", "numerics", "program", "reference", "upstream", "weights"},
     "admission": {"bindings", "isa", "isas", "kernels", "program"},
     "capturing": {"admission", "bindings", "kernels", "program"},
     "runtime": {
