@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,30 @@ def walk(listing: Listing, block: int, place: int, step: Callable[[Any], bool]) 
             if successor not in seen:
                 seen.add(successor)
                 waiting.append((successor, 0))
+
+
+def at_entries(
+    listing: Listing[Any], events: Sequence[Sequence[Any]], after: Callable[[frozenset[Any], Any], frozenset[Any]]
+) -> dict[int, frozenset[Any]]:
+    """What is pending where each block that is reached starts: the union over all paths to it.
+
+    Args:
+        events: of each block, the instructions that change what is pending, in order.
+        after: what is pending behind an instruction, given what was before it.
+    """
+    entering: dict[int, frozenset[Any]] = {0: frozenset()}
+    waiting = [0]
+    while waiting:
+        index = waiting.pop()
+        pending = entering[index]
+        for instruction in events[index]:
+            pending = after(pending, instruction)
+        for successor in listing.blocks[index].successors:
+            known = entering.get(successor)
+            if known is None or not pending <= known:
+                entering[successor] = pending | (known or frozenset())
+                waiting.append(successor)
+    return entering
 
 
 def live_at_header(listing: Listing, loop: Loop) -> set[str]:

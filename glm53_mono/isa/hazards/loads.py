@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from glm53_mono.isa.flow import reverse_postorder
 from glm53_mono.isa.listing import Block, Instruction, Listing
@@ -52,17 +53,27 @@ def load_bytes(mnemonic: str) -> int:
 
 def width_hazards(listing: Listing, streamed: Lines) -> list[str]:
     """Loads of streamed weights that are narrower than 16 bytes: one lost alignment hint costs half the bandwidth."""
-    loads = [each for each in listing.instructions if each.is_load and _place(each) in streamed]
+    return narrow_loads(listing, streamed, lambda load: load_bytes(load.mnemonic))
+
+
+def narrow_loads(listing: Listing[Any], streamed: Lines, width: Callable[[Any], int]) -> list[str]:
+    """Loads from the streamed lines that bring less than was promised, or that there is none.
+
+    Args:
+        width: bytes of a load.
+    """
+    loads = [each for each in listing.instructions if each.is_load and place_of(each) in streamed]
     if not loads:
         return [f"no streamed weights: no load comes from {shown(streamed)}"]
     return [
-        f"narrow weight load: {each} brings {load_bytes(each.mnemonic)} bytes where {PROMISED_BYTES} are promised"
+        f"narrow weight load: {each} brings {width(each)} bytes where {PROMISED_BYTES} are promised"
         for each in loads
-        if load_bytes(each.mnemonic) < PROMISED_BYTES
+        if width(each) < PROMISED_BYTES
     ]
 
 
-def _place(instruction: Instruction) -> tuple[str, int] | None:
+def place_of(instruction: Any) -> tuple[str, int] | None:
+    """File and line that an instruction of a listing comes from, None if it does not say."""
     source = instruction.source
     return None if source is None else (Path(source.file).name, source.line)
 
@@ -80,7 +91,7 @@ def cached_load_hazards(listing: Listing, streamed: Lines) -> list[str]:
     found = [
         f"non-temporal load: {each} may be served from what a cache held before an acquire"
         for each in listing.instructions
-        if each.is_load and "nt" in each.modifiers and _place(each) not in streamed
+        if each.is_load and "nt" in each.modifiers and place_of(each) not in streamed
     ]
     entering = _argument_places(listing)
     for index, block in enumerate(listing.blocks):

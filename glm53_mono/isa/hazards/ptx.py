@@ -6,10 +6,8 @@ One thread then releases or acquires for all (PTX ISA, memory consistency model:
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from glm53_mono.isa.flow import Loop, live_at_header, loops, walk
-from glm53_mono.isa.hazards.loads import PROMISED_BYTES, Lines, shown
+from glm53_mono.isa.flow import Loop, at_entries, live_at_header, loops, walk
+from glm53_mono.isa.hazards.loads import Lines, narrow_loads, place_of
 from glm53_mono.isa.listing import Block, Listing
 from glm53_mono.isa.ptx import PtxInstruction
 
@@ -29,19 +27,7 @@ def ptx_hazards(listing: PtxListing, streamed: Lines) -> list[str]:
 
 def ptx_width_hazards(listing: PtxListing, streamed: Lines) -> list[str]:
     """Loads of streamed weights that are narrower than 16 bytes: one lost alignment hint cost half the bandwidth."""
-    loads = [each for each in listing.instructions if each.is_load and _place(each) in streamed]
-    if not loads:
-        return [f"no streamed weights: no load comes from {shown(streamed)}"]
-    return [
-        f"narrow weight load: {each} brings {each.bytes} bytes where {PROMISED_BYTES} are promised"
-        for each in loads
-        if each.bytes < PROMISED_BYTES
-    ]
-
-
-def _place(instruction: PtxInstruction) -> tuple[str, int] | None:
-    source = instruction.source
-    return None if source is None else (Path(source.file).name, source.line)
+    return narrow_loads(listing, streamed, lambda load: load.bytes)
 
 
 def _atomics(listing: PtxListing) -> list[str]:
@@ -88,19 +74,7 @@ def _releases(listing: PtxListing) -> list[str]:
 
 def _pending_at_entries(listing: PtxListing) -> dict[int, Stores]:
     """Stores since the threads last met, where a block starts: the union over all paths."""
-    entering: dict[int, Stores] = {0: frozenset()}
-    waiting = [0]
-    while waiting:
-        index = waiting.pop()
-        pending = entering[index]
-        for instruction in listing.blocks[index].instructions:
-            pending = _after(pending, instruction)
-        for successor in listing.blocks[index].successors:
-            known = entering.get(successor)
-            if known is None or not pending <= known:
-                entering[successor] = pending | (known or frozenset())
-                waiting.append(successor)
-    return entering
+    return at_entries(listing, [block.instructions for block in listing.blocks], _after)
 
 
 def _after(pending: Stores, instruction: PtxInstruction) -> Stores:
@@ -187,5 +161,5 @@ def _caches(listing: PtxListing, streamed: Lines) -> list[str]:
     return [
         f"non-coherent load: {each} may be served from what a cache held before an acquire"
         for each in listing.instructions
-        if (each.opcode.startswith("ldu.") or (each.is_load and "nc" in each.parts)) and _place(each) not in streamed
+        if (each.opcode.startswith("ldu.") or (each.is_load and "nc" in each.parts)) and place_of(each) not in streamed
     ]

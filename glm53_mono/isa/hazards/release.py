@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from glm53_mono.isa.flow import at_entries
 from glm53_mono.isa.listing import Block, Instruction, Listing, registers
 
 
@@ -50,23 +51,11 @@ def release_hazards(listing: Listing) -> list[str]:
 
 def _pending_at_entries(listing: Listing) -> dict[int, Pending]:
     """Stores that may be pending where a block starts: the union over all paths."""
-    entering: dict[int, Pending] = {0: frozenset()}
     events = [
         [each for place, each in enumerate(block.instructions) if _is_event(each) and not _is_fault(block, place)]
         for block in listing.blocks
     ]
-    waiting = [0]
-    while waiting:
-        index = waiting.pop()
-        pending = entering[index]
-        for instruction in events[index]:
-            pending = _after(pending, instruction)
-        for successor in listing.blocks[index].successors:
-            known = entering.get(successor)
-            if known is None or not pending <= known:
-                entering[successor] = pending | (known or frozenset())
-                waiting.append(successor)
-    return entering
+    return at_entries(listing, events, _after)
 
 
 def _is_event(instruction: Instruction) -> bool:
