@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +17,7 @@ from glm53_mono.probe.findings import Finding, Findings, Kind, read_findings, st
 from glm53_mono.probe.observer import PROBE, InputProbe, probe_is_wanted
 from glm53_mono.probe.snapshot import WINDOW
 from glm53_mono.runtime import wanted_observers
+from tests.logs import said
 from tests.unit.probed_steps import COLUMNS, GEOMETRY, LENGTHS, OWN_PAGES, PAGE, POOL, ROWS, SLOTS, Made, made
 
 NAN = float("nan")
@@ -243,16 +243,6 @@ def test_nothing_is_fetched_from_the_device_in_a_step(seed: int, monkeypatch: py
         probe.before(step.step)
         probe.after(step.step, step.hidden)
     probe.close()
-
-
-def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        lines = [record.getMessage() for record in caplog.records if text in record.getMessage()]
-        if lines:
-            return lines
-        time.sleep(0.01)
-    return []
 
 
 def test_findings_are_printed_once_a_second_at_most(

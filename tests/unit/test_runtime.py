@@ -32,6 +32,7 @@ from glm53_mono.upstream.hooks import SeenStep
 from glm53_mono.upstream.running import ServedStep
 from glm53_mono.upstream.step import StepBindings
 from glm53_mono.upstream.tensors import UpstreamError
+from tests.logs import said
 
 PHASES = [Phase(Kind.EMBED, -1, Access()), Phase(Kind.KDA_DELTA, 7, Access())]
 
@@ -115,16 +116,6 @@ def watch(words: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     made.start()
     yield made, counts
     made.stop()
-
-
-def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        lines = [record.getMessage() for record in caplog.records if text in record.getMessage()]
-        if lines:
-            return lines
-        time.sleep(0.01)
-    return []
 
 
 def test_a_fault_is_printed_once_in_one_line(
