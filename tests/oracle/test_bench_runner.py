@@ -75,20 +75,25 @@ def count_launch(built: runtime.Runtime) -> None:
     built.launch.host_record.view(torch.int64)[sync.SERVED.value // 2] += 1
 
 
-@pytest.fixture(scope="module")
-def served(request: pytest.FixtureRequest) -> Iterator[SglangModel]:
+def make_bench_runner(model: SglangModel, pages: int) -> None:
+    """Gives the model's runner what the bench takes of a real one; `pages` of its pool, the padding one not counted."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+    runner = model.runner
+    runner.model = model.model
+    runner.attn_backend = model.backend
+    runner.decode_cuda_graph_runner = NoGraphs()
+    runner.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
+        pages * PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, "cpu", runner.token_to_kv_pool, need_sort=False
+    )
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest) -> Iterator[SglangModel]:
     torch.set_num_threads(1)
     tensors = checkpoint_tensors(CONFIG, request.config.option.seed)
     with serving(CONFIG, tensors, requests=REQUESTS, max_context=MAX_CONTEXT, pages=PAGES, draft_tokens=1) as model:
-        runner = model.runner
-        runner.model = model.model
-        runner.attn_backend = model.backend
-        runner.decode_cuda_graph_runner = NoGraphs()
-        runner.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
-            PAGES * PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, "cpu", runner.token_to_kv_pool, need_sort=False
-        )
+        make_bench_runner(model, PAGES)
         yield model
 
 

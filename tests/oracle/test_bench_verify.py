@@ -37,7 +37,7 @@ from tests.oracle import two_forwards
 from tests.oracle.sglang_cpu.context import PAGE_TOKENS
 from tests.oracle.sglang_cpu.forward import SglangModel, serving
 from tests.oracle.sglang_cpu.models import ONE_OF_EACH, small_config
-from tests.oracle.test_bench_runner import NoGraphs, count_launch
+from tests.oracle.test_bench_runner import NoGraphs, count_launch, make_bench_runner
 from tests.oracle.two_forwards import DECODE
 
 pytestmark = pytest.mark.slow
@@ -55,18 +55,10 @@ LENGTH = 300
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[SglangModel]:
-    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-
     torch.set_num_threads(1)
     tensors = checkpoint_tensors(CONFIG, request.config.option.seed)
     with serving(CONFIG, tensors, requests=REQUESTS, max_context=512, pages=PAGES, draft_tokens=TOKENS) as model:
-        runner = model.runner
-        runner.model = model.model
-        runner.attn_backend = model.backend
-        runner.decode_cuda_graph_runner = NoGraphs()
-        runner.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
-            PAGES * PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, "cpu", runner.token_to_kv_pool, need_sort=False
-        )
+        make_bench_runner(model, PAGES)
         yield model
 
 
